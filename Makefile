@@ -1,0 +1,37 @@
+# Small networks are fastest on one thread; more threads on busy cores make an update many times slower.
+export OMP_NUM_THREADS ?= 1
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test check format bench reproduce
+
+demo: $(READY)
+	$(BIN)/python -m benchmarks.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.eager_update
+	$(BIN)/python -m benchmarks.state_bytes
+	$(BIN)/python -m benchmarks.stress
+
+reproduce: $(READY)
+	$(BIN)/python -m benchmarks.halfcheetah
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

@@ -1,0 +1,212 @@
+"""The rollout in 16 bits, and generalized advantage estimation with one FP32 recurrence state per environment."""
+
+from collections.abc import Generator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
+from torch import Tensor
+
+from sb3_fp16.precision import Precision
+from sb3_fp16.residuals import Behaviour, CategoricalBehaviour, GaussianBehaviour, behaviour_of, gaussian_log_prob
+from sb3_fp16.rounding import check_finite
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Minibatch(NamedTuple):
+    """
+    Samples of a rollout; the first six fields are SB3's.
+
+    :param observations: shape (batch, \\*obs)
+    :param actions: shape (batch, \\*action), FP32, as SB3 gives them
+    :param old_values: V of the behaviour policy, shape (batch,)
+    :param old_log_prob: FP32 log π₀(a|s), shape (batch,); None where ``behaviour`` takes its place
+    :param advantages: shape (batch,)
+    :param returns: shape (batch,)
+    :param behaviour: parameters of the behaviour policy; None where only log-probabilities are stored
+    :param correction: c, what storage changed in log π₀(a|s) (paper Sec. 3.2), shape (batch,); None where it is 0
+    """
+
+    observations: Tensor
+    actions: Tensor
+    old_values: Tensor
+    old_log_prob: Tensor | None
+    advantages: Tensor
+    returns: Tensor
+    behaviour: Behaviour | None
+    correction: Tensor | None
+
+
+class RolloutBufferFP16(RolloutBuffer):
+    """
+    SB3's rollout buffer in the storage format of a precision.
+
+    Rewards, values, advantages, returns, float observations and actions, and the behaviour policy's parameters are
+    16-bit; integer observations and actions keep their type. Arrays stay shaped (n_steps, n_envs, ...) throughout.
+
+    Takes SB3's arguments, and:
+
+    :param precision: number format and protections, a preset's name or a ``Precision``
+    """
+
+    behaviour: tuple[Array, ...] | None
+    """Parameters of the behaviour policy, arrays in the order of its ``Behaviour``; made at the first step."""
+    log_probs: Array | None  # type: ignore[assignment]
+    """FP32 log π₀(a|s), where the behaviour policy's parameters are not stored."""
+    corrections: Array | None
+    """c, where stored and executed actions differ."""
+
+    def __init__(self, *args: Any, precision: str | Precision | Mapping[str, Any] = "fp16", **kwargs: Any) -> None:
+        self.precision = Precision.of(precision)
+        self.saturated = dict.fromkeys(("observations", "rewards", "values", "returns"), 0)
+        """Values of the current rollout that exceeded the format's range and were stored at its bound."""
+        super().__init__(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Empty the buffer."""
+        steps, kind = (self.buffer_size, self.n_envs), self.precision.numpy_dtype
+        self.observations = np.zeros((*steps, *self.obs_shape), dtype=self._storage_dtype(self.observation_space))
+        self.actions = np.zeros((*steps, self.action_dim), dtype=self._storage_dtype(self.action_space))
+        self.rewards, self.values, self.advantages, self.returns = (np.zeros(steps, dtype=kind) for _ in range(4))
+        self.episode_starts = np.zeros(steps, dtype=bool)
+        self.log_probs = self.corrections = self.behaviour = None
+        self.saturated = dict.fromkeys(self.saturated, 0)
+        self.pos, self.full, self.generator_ready = 0, False, False
+
+    def _storage_dtype(self, space: spaces.Space[Any]) -> np.dtype[Any]:
+        dtype = np.dtype(space.dtype)
+        return np.dtype(self.precision.numpy_dtype) if dtype.kind == "f" else dtype
+
+    def add(
+        self, obs: Array, action: Array, reward: Array, episode_start: Array, value: Tensor, log_prob: Tensor
+    ) -> None:
+        """
+        Store one step of all environments.
+
+        :param obs: shape (envs, \\*obs)
+        :param action: as executed, shape (envs, \\*action)
+        :param reward: shape (envs,)
+        :param episode_start: shape (envs,)
+        :param value: shape (envs, 1)
+        :param log_prob: shape (envs,); may carry the behaviour policy's parameters
+        :raises ValueError: for an observation, action or reward that is not finite, naming its environment
+        """
+        behaviour = behaviour_of(log_prob)
+        if self.pos == 0:
+            self._allocate(behaviour)
+        self._store("observations", obs)
+        self._store("actions", action)
+        self._store("rewards", reward)
+        self._store("values", value.detach().cpu().numpy())
+        self.episode_starts[self.pos] = episode_start
+        if self.log_probs is not None:
+            self.log_probs[self.pos] = log_prob.detach().cpu().numpy().flatten()
+        if self.behaviour is not None and behaviour is not None:
+            self.behaviour[0][self.pos] = behaviour[0].detach().cpu().numpy()
+        if self.corrections is not None:
+            self.corrections[self.pos] = self._correction(log_prob)
+        self.pos += 1
+        self.full = self.pos == self.buffer_size
+
+    def _allocate(self, behaviour: Behaviour | None) -> None:
+        """Make room for what describes the behaviour policy of this rollout."""
+        steps, kind = (self.buffer_size, self.n_envs), self.precision.numpy_dtype
+        if behaviour is None:
+            self.log_probs = np.zeros(steps, dtype=np.float32)
+            return
+        per_step = np.zeros((*steps, behaviour[0].shape[1]), dtype=kind)
+        # PPO's log_std does not depend on the state, so one copy serves the whole rollout.
+        self.behaviour = (per_step, *(shared.detach().cpu().numpy().astype(kind) for shared in behaviour[1:]))
+        if isinstance(behaviour, GaussianBehaviour) and not self.precision.round_actions:
+            self.corrections = np.zeros(steps, dtype=kind)
+
+    def _correction(self, log_prob: Tensor) -> Array:
+        """c = Q₁₆(L₀ − L̃₀): log-probability when sampled, less the one rebuilt from storage (paper Sec. 3.2)."""
+        assert self.behaviour is not None
+        mean, log_std = (th.from_numpy(x).float() for x in (self.behaviour[0][self.pos], self.behaviour[1]))
+        rebuilt = gaussian_log_prob(th.from_numpy(self.actions[self.pos]).float(), mean, log_std)
+        correction: Array = (log_prob.detach().cpu() - rebuilt).numpy()
+        return correction
+
+    def _store(self, name: str, values: Any) -> None:
+        """Round one step of values into its array, saturating; numbers that training cannot use are refused."""
+        array: Array = getattr(self, name)
+        values = np.asarray(values).reshape(array.shape[1:])
+        if array.dtype.kind == "f":
+            values = values.astype(np.float32)  # via FP32 like the policy's own input, so that both round alike
+            limit = np.finfo(array.dtype).max
+            if not np.abs(values).max() <= limit:
+                if name != "values" or np.isnan(values).any():  # a value beyond FP16 reads as infinite
+                    check_finite(th.from_numpy(values), name)
+                self.saturated[name] = self.saturated.get(name, 0) + int((np.abs(values) > limit).sum())
+                values = values.clip(-limit, limit)
+        array[self.pos] = values
+
+    def compute_returns_and_advantage(self, last_values: Tensor, dones: Array) -> None:
+        """
+        GAE(λ): δ_t = r_t + γV_{t+1} − V_t, A_t = δ_t + γλA_{t+1}, returns A + V (Schulman et al. 2016).
+
+        The recurrence is one FP32 number per environment; each step is rounded to storage as it leaves (paper Sec. 3).
+
+        :param last_values: V after the last step, shape (envs, 1)
+        :param dones: whether the last step ended an episode, shape (envs,)
+        """
+        next_value = last_values.detach().cpu().numpy().flatten().astype(np.float32)
+        continues = 1.0 - dones.astype(np.float32)
+        recurrence = np.zeros(self.n_envs, dtype=np.float32)
+        with np.errstate(over="ignore"):  # saturated below
+            for step in reversed(range(self.buffer_size)):
+                value = self.values[step].astype(np.float32)
+                delta = self.rewards[step].astype(np.float32) + self.gamma * next_value * continues - value
+                recurrence = delta + self.gamma * self.gae_lambda * continues * recurrence
+                self.advantages[step] = recurrence
+                self.returns[step] = recurrence + value
+                next_value, continues = value, 1.0 - self.episode_starts[step].astype(np.float32)
+        for array in (self.advantages, self.returns):
+            infinite = np.isinf(array)
+            self.saturated["returns"] += int(infinite.sum())
+            array[infinite] = np.copysign(np.finfo(array.dtype).max, array[infinite])
+
+    def get(self, batch_size: int | None = None) -> Generator[Minibatch, None, None]:  # type: ignore[override]
+        """
+        One epoch of minibatches, drawn as SB3 draws them.
+
+        :param batch_size: samples per minibatch, by default all
+        """
+        assert self.full, "The rollout is not complete."
+        samples = self.buffer_size * self.n_envs
+        order = np.random.permutation(samples)  # counts through environments first, as SB3 does
+        rows = order % self.buffer_size * self.n_envs + order // self.buffer_size
+        for start in range(0, samples, batch_size or samples):
+            yield self._get_samples(rows[start : start + (batch_size or samples)])
+
+    def _get_samples(self, batch_inds: Array, env: Any = None) -> Minibatch:  # type: ignore[override]
+        def gather(array: Array) -> Tensor:
+            flat = array.reshape(self.buffer_size * self.n_envs, *array.shape[2:])
+            return self.to_torch(flat.take(batch_inds, axis=0), copy=False)
+
+        behaviour: Behaviour | None = None
+        if self.behaviour is not None:
+            per_step, *shared = self.behaviour
+            kind = GaussianBehaviour if shared else CategoricalBehaviour
+            behaviour = kind(gather(per_step), *(self.to_torch(array, copy=False) for array in shared))
+        return Minibatch(
+            observations=gather(self.observations),
+            actions=gather(self.actions).float(),
+            old_values=gather(self.values),
+            old_log_prob=None if self.log_probs is None else gather(self.log_probs),
+            advantages=gather(self.advantages),
+            returns=gather(self.returns),
+            behaviour=behaviour,
+            correction=None if self.corrections is None else gather(self.corrections),
+        )
+
+    def arrays(self) -> dict[str, Array]:
+        """All arrays of the rollout by name, for accounting."""
+        names = ("observations", "actions", "rewards", "episode_starts", "values", "advantages", "returns")
+        found = {name: getattr(self, name) for name in (*names, "log_probs", "corrections")}
+        stored = {name: array for name, array in found.items() if array is not None}
+        return stored | {f"behaviour {i}": array for i, array in enumerate(self.behaviour or ())}

@@ -1,0 +1,169 @@
+"""The reference engine: any policy, any device, plain torch."""
+
+import math
+from typing import NamedTuple, cast
+
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer, RolloutBufferSamples
+from torch import Tensor
+
+from sb3_fp16.buffers import Minibatch
+from sb3_fp16.engines.contract import UpdateSettings, UpdateStats
+from sb3_fp16.policies import HalfPrecisionPolicy
+from sb3_fp16.residuals import approx_kl, clip_fraction, policy_loss
+from sb3_fp16.scalars import GradientScale, clip_coefficients, gradient_norm, mean_squared_error, normalize_advantages
+from sb3_fp16.sharp import SHARP
+
+# Gradient scales S_k at the start, and the batch size they are meant for. Smaller minibatches have larger gradients
+# per sample, and a smaller scale.
+INITIAL_SCALES = {"policy": 2.0**12, "value": 2.0**7, "shared": 2.0**7}
+FULL_SCALE_BATCH = 64
+
+
+class _Losses(NamedTuple):
+    """
+    One minibatch before its backward pass.
+
+    :param per_network: what each network minimises, shape (networks,)
+    :param policy: clipped surrogate
+    :param value: mean squared error
+    :param entropy: minus the mean entropy
+    :param clip_fraction: of ratios outside the clip range
+    :param approx_kl: KL estimate
+    """
+
+    per_network: Tensor
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
+    clip_fraction: Tensor
+    approx_kl: Tensor
+
+
+class EagerEngine:
+    """
+    PPO's update in plain torch, the definition that other engines are compared with.
+
+    :param policy: to be trained, with its optimizer
+    :param batch_size: minibatch size, which the initial gradient scales depend on
+    """
+
+    name = "eager"
+    reason = "the reference"
+
+    def __init__(self, policy: HalfPrecisionPolicy, batch_size: int) -> None:
+        self.policy = policy
+        self.networks = policy.networks
+        scaled = policy.precision.gradient_scaling
+        factor = 2.0 ** -math.ceil(math.log2(max(1.0, FULL_SCALE_BATCH / batch_size)))
+        initial = [INITIAL_SCALES[name] * factor if scaled else 1.0 for name in self.networks]
+        self.gradient_scale = GradientScale(th.tensor(initial, device=policy.device), adapt=scaled)
+        network_of = {id(p): k for k, network in enumerate(self.networks.values()) for p in network}
+        in_order = [p for group in policy.optimizer.param_groups for p in group["params"]]
+        self._network_of_parameter = th.tensor([network_of[id(p)] for p in in_order], device=policy.device)
+
+    def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
+        """See ``Engine.update``."""
+        skipped_before = self.gradient_scale.skipped_steps
+        logs: list[Tensor] = []
+        norms: list[Tensor] = []
+        epoch = epoch_start = 0
+        stopped_at_kl = None
+        while epoch < settings.n_epochs and stopped_at_kl is None:
+            epoch, epoch_start = epoch + 1, len(logs)
+            for batch in rollout.get(settings.batch_size):
+                losses = self._losses(batch, settings)
+                logs.append(th.stack([*losses[1:], losses.per_network.sum()]).detach())
+                if settings.target_kl is not None and losses.approx_kl > 1.5 * settings.target_kl:
+                    stopped_at_kl = float(losses.approx_kl)
+                    break
+                norms.append(self._step(losses.per_network, settings.max_grad_norm))
+        self.gradient_scale.raise_if_unrecoverable()
+
+        log = th.stack(logs).cpu()
+        policy, value, entropy, clipped = log[:, :4].mean(dim=0).tolist()
+        nonzero, stuck, saturated = self._optimizer_statistics()
+        return UpdateStats(
+            entropy_loss=entropy,
+            policy_loss=policy,
+            value_loss=value,
+            approx_kl=float(log[epoch_start:, 4].mean()),
+            clip_fraction=clipped,
+            loss=float(log[-1, 5]),
+            grad_norm=float(th.stack(norms).nanmean()) if norms else math.nan,
+            loss_scale=float(self.gradient_scale.scales.min()),
+            skipped_steps=int(self.gradient_scale.skipped_steps - skipped_before),
+            stuck_fraction=stuck / max(1, nonzero),
+            saturated=saturated,
+            epochs=epoch,
+            stopped_at_kl=stopped_at_kl,
+        )
+
+    def _losses(self, batch: Minibatch | RolloutBufferSamples, settings: UpdateSettings) -> _Losses:
+        """Forward pass: module A's statistics, module B's log-ratio, PPO's objective, all in FP32."""
+        d, values, entropy = self._evaluate(batch)
+        advantages = (
+            normalize_advantages(batch.advantages) if settings.normalize_advantage else batch.advantages.float()
+        )
+        if settings.clip_range_vf is not None:
+            old_values = batch.old_values.float()
+            values = old_values + (values - old_values).clamp(-settings.clip_range_vf, settings.clip_range_vf)
+
+        policy = policy_loss(d, advantages, settings.clip_range)
+        value = mean_squared_error(values, batch.returns)
+        entropy = -entropy.mean()
+        per_network = th.stack([policy + settings.ent_coef * entropy, settings.vf_coef * value])
+        if len(self.networks) == 1:
+            per_network = per_network.sum(dim=0, keepdim=True)
+        with th.no_grad():
+            return _Losses(per_network, policy, value, entropy, clip_fraction(d, settings.clip_range), approx_kl(d))
+
+    def _evaluate(self, batch: Minibatch | RolloutBufferSamples) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-ratio d, values and entropy, FP32, shape (batch,) each."""
+        if isinstance(batch, Minibatch) and batch.behaviour is not None:
+            distribution, values = self.policy.evaluate(batch.observations)
+            d = distribution.log_ratio(batch.actions, batch.behaviour)
+            if batch.correction is not None:
+                d = d - batch.correction.float()
+            return d, values, distribution.entropy()
+        actions = batch.actions
+        if isinstance(self.policy.action_space, spaces.Discrete):
+            actions = actions.long().flatten()
+        values, log_prob, entropy = self.policy.evaluate_actions(batch.observations, actions)
+        d = log_prob.float() - cast(Tensor, batch.old_log_prob)
+        return d, values.flatten().float(), -log_prob if entropy is None else entropy
+
+    def _step(self, losses: Tensor, max_grad_norm: float) -> Tensor:
+        """
+        Backward pass on scaled losses, global norm, optimizer step.
+
+        :param losses: per network
+        :return: the global norm in true units; NaN where the step was skipped
+        """
+        optimizer, scales = self.policy.optimizer, self.gradient_scale.scales
+        optimizer.zero_grad()
+        (losses * scales).sum().backward()  # type: ignore[no-untyped-call]
+        gradients = [[p.grad for p in network if p.grad is not None] for network in self.networks.values()]
+        scaled_norms = th.stack([gradient_norm(g) if g else scales.new_zeros(()) for g in gradients])
+        norm, coefficients = clip_coefficients(scaled_norms, scales, max_grad_norm)
+        skip = self.gradient_scale.update(scaled_norms)
+        if isinstance(optimizer, SHARP):
+            optimizer.step(coefficient=coefficients[self._network_of_parameter], skip=skip)
+        elif not skip:
+            for network, coefficient in zip(gradients, coefficients, strict=True):
+                th._foreach_mul_(network, coefficient)
+            optimizer.step()
+        return norm.where(~skip, math.nan)
+
+    def _optimizer_statistics(self) -> tuple[int, int, int]:
+        optimizer = self.policy.optimizer
+        return optimizer.pop_statistics() if isinstance(optimizer, SHARP) else (0, 0, 0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See ``Engine.state_dict``."""
+        return self.gradient_scale.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """See ``Engine.load_state_dict``."""
+        self.gradient_scale.load_state_dict(state)

@@ -1,0 +1,395 @@
+"""Half-precision actor-critic policies: SB3's own, with 16-bit parameters, activations and backward signals.
+
+A matrix product, and any other layer, runs in FP32 on upcast inputs and weights; its output and its gradients are
+rounded once. (On CPUs torch's half products are ten times slower than FP32.) Distributions see FP32 parameters that
+hold 16-bit values.
+"""
+
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.distributions import CategoricalDistribution, DiagGaussianDistribution, Distribution
+from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.common.preprocessing import preprocess_obs
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, MlpExtractor
+from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
+from torch import Tensor, nn
+
+from sb3_fp16.precision import Precision
+from sb3_fp16.residuals import (
+    LOG_SQRT_2PI,
+    MAX_STORED_LOGITS,
+    Behaviour,
+    CategoricalBehaviour,
+    GaussianBehaviour,
+    attach_behaviour,
+    categorical_log_ratio,
+    gaussian_log_prob,
+    gaussian_log_ratio,
+)
+from sb3_fp16.rounding import check_finite, saturate
+from sb3_fp16.sharp import SHARP
+
+# torch evaluates these in FP32 and rounds once, also for 16-bit tensors.
+_PASS_THROUGH = (
+    nn.Tanh, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Flatten, nn.Identity, nn.Sequential,
+)  # fmt: skip
+
+
+class _StorageLeaf(nn.Module):
+    """A layer that computes in FP32 on 16-bit parameters and rounds what it returns."""
+
+    original: type[nn.Module]
+    dtype: th.dtype
+    is_head: bool
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        stored = self._parameters
+        self._parameters = {name: _upcast(parameter) for name, parameter in stored.items()}
+        try:
+            output = super().forward(*map(_upcast, inputs), **{name: _upcast(value) for name, value in kwargs.items()})
+        finally:
+            self._parameters = stored
+        return self._round(output)
+
+    def _round(self, output: Any) -> Any:
+        if isinstance(output, (tuple, list)):
+            return type(output)(map(self._round, output))
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        rounded = output.to(self.dtype)
+        return rounded.float() if self.is_head else rounded
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_leaf, (self.original, self.dtype, self.is_head), self.__dict__
+
+
+def _upcast(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@cache
+def _leaf_class(original: type[nn.Module], dtype: th.dtype, is_head: bool) -> type[nn.Module]:
+    attributes = {"original": original, "dtype": dtype, "is_head": is_head, "__module__": original.__module__}
+    return type(original.__name__, (_StorageLeaf, original), attributes)
+
+
+def _new_leaf(original: type[nn.Module], dtype: th.dtype, is_head: bool) -> nn.Module:
+    """Rebuild a copied or unpickled leaf."""
+    leaf = _leaf_class(original, dtype, is_head)  # type: ignore[arg-type]
+    return leaf.__new__(leaf)
+
+
+class DiagGaussianFP16(DiagGaussianDistribution):
+    """
+    Diagonal Gaussian whose parameters are stored in 16 bits and evaluated in FP32.
+
+    :param action_dim: number of action dimensions
+    :param precision: rounds sampled actions to storage where ``round_actions`` is set
+    """
+
+    def __init__(self, action_dim: int, precision: Precision) -> None:
+        super().__init__(action_dim)
+        self.precision = precision
+
+    def proba_distribution(self, mean_actions: Tensor, log_std: Tensor) -> "DiagGaussianFP16":
+        """
+        Set the parameters.
+
+        :param mean_actions: μ, shape (batch, dims)
+        :param log_std: l, shape (dims,)
+        """
+        self.mean, self.log_std = mean_actions.float(), log_std.float()
+        # Not validated: a NaN in training must reach the gradients, where the step is skipped.
+        std = self.log_std.exp().expand_as(self.mean)
+        self.distribution = th.distributions.Normal(self.mean, std, validate_args=False)
+        return self
+
+    def sample(self) -> Tensor:
+        """Actions a = μ + e^l·ε, rounded to storage if that is how they are executed."""
+        actions = super().sample()
+        if self.precision.round_actions:
+            actions = saturate(actions, self.precision.dtype).to(self.precision.dtype).float()
+        return actions
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """Σ log p, FP32, shape (batch,)."""
+        return gaussian_log_prob(actions, self.mean, self.log_std)
+
+    def entropy(self) -> Tensor:
+        """Σ l + ½ log 2πe, FP32, shape (batch,)."""
+        return (self.log_std + (0.5 + LOG_SQRT_2PI)).sum(dim=-1).expand(len(self.mean))
+
+    behaviour_size = 0  # a mean per action dimension is no more than the action itself
+
+    def behaviour(self) -> Behaviour:
+        """Parameters for the rollout."""
+        return GaussianBehaviour(self.mean, self.log_std)
+
+    def log_ratio(self, actions: Tensor, behaviour: Behaviour) -> Tensor:
+        """d̃ to a behaviour policy, FP32, shape (batch,)."""
+        two_sum = self.precision.log_ratio == "residual-twosum"
+        return gaussian_log_ratio(self.mean, self.log_std, actions, GaussianBehaviour(*behaviour), two_sum)
+
+
+class CategoricalFP16(CategoricalDistribution):
+    """Categorical distribution over 16-bit logits, evaluated in FP32."""
+
+    def proba_distribution(self, action_logits: Tensor) -> "CategoricalFP16":
+        """
+        Set the parameters.
+
+        :param action_logits: shape (batch, choices)
+        """
+        self.logits = action_logits.float()
+        self.distribution = th.distributions.Categorical(logits=self.logits, validate_args=False)
+        return self
+
+    @property
+    def behaviour_size(self) -> int:
+        """Numbers per step that describe the behaviour policy."""
+        return self.action_dim
+
+    def behaviour(self) -> Behaviour:
+        """Parameters for the rollout."""
+        return CategoricalBehaviour(self.logits)
+
+    def log_ratio(self, actions: Tensor, behaviour: Behaviour) -> Tensor:
+        """d to a behaviour policy, FP32, shape (batch,)."""
+        return categorical_log_ratio(self.logits, actions.flatten(), CategoricalBehaviour(*behaviour))
+
+
+class _StorageObservations(BasePolicy):
+    """
+    Rounds preprocessed observations to storage.
+
+    Stands between ActorCriticPolicy and BaseModel in the method resolution order: ``get_distribution`` and
+    ``predict_values`` call ``super().extract_features`` and would pass an override in a subclass by.
+    """
+
+    precision: Precision
+
+    def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor) -> Tensor:
+        """
+        Preprocess and round observations, then extract features.
+
+        :param obs: observation tensor or dictionary of them
+        :param features_extractor: reads the observations
+        :return: features in storage format
+        """
+        observations = preprocess_obs(obs, self.observation_space, normalize_images=self.normalize_images)
+        if isinstance(observations, dict):
+            observations = {
+                key: self._to_storage(value, f"observation[{key!r}]") for key, value in observations.items()
+            }
+        else:
+            observations = self._to_storage(observations, "observation")
+        features: Tensor = features_extractor(observations)
+        return features
+
+    def _to_storage(self, observations: Tensor, name: str) -> Tensor:
+        """
+        :raises ValueError: for a NaN or infinite observation, outside training minibatches
+        """
+        if not self.training:  # minibatches come from the rollout, which was checked when it was filled
+            check_finite(observations, name)
+            if observations.abs().max() > th.finfo(self.precision.dtype).max:
+                _warn_saturated(name, self.precision)
+        return saturate(observations, self.precision.dtype).to(self.precision.dtype)
+
+
+@cache  # once per observation
+def _warn_saturated(name: str, precision: Precision) -> None:
+    limit = th.finfo(precision.dtype).max
+    warnings.warn(f"{name} exceeds ±{limit:g} and saturates in {precision.storage}; use VecNormalize.", stacklevel=2)
+
+
+ResidualDistribution = DiagGaussianFP16 | CategoricalFP16
+
+
+class Evaluation(NamedTuple):
+    """
+    A policy on a minibatch, as an update needs it.
+
+    :param distribution: the action distribution, whose FP32 parameters carry gradients
+    :param values: FP32, shape (batch,)
+    """
+
+    distribution: ResidualDistribution
+    values: Tensor
+
+
+class HalfPrecisionPolicy(ActorCriticPolicy):
+    """
+    Turns an actor-critic policy of SB3 into one with 16-bit parameters; to be mixed in before the policy's class.
+
+    :param precision: number format and protections, a preset's name or a ``Precision``
+    """
+
+    absolute_because: str | None
+    """Why the log-ratio is formed from absolute log-probabilities; None where residuals serve."""
+
+    def __init__(self, *args: Any, precision: str | Precision | Mapping[str, Any] = "fp16", **kwargs: Any) -> None:
+        self.precision = Precision.of(precision)
+        super().__init__(*args, **kwargs)
+
+    def _build(self, lr_schedule: Schedule) -> None:
+        """Build SB3's networks in FP32, as orthogonal initialisation has no half kernel on CPUs, then store them."""
+        if self.precision.storage != "fp32" or self.precision.log_ratio != "absolute":
+            self.action_dist = self._with_residuals(self.action_dist)
+        self.absolute_because = self._why_absolute()
+        super()._build(lr_schedule)
+        if self.precision.storage != "fp32":
+            self._to_16_bits()
+        if self.precision.optimizer == "sharp" and self.optimizer_class in (th.optim.Adam, SHARP):
+            self.optimizer = self._make_sharp(lr_schedule(1))
+
+    def _with_residuals(self, distribution: Distribution) -> Distribution:
+        if type(distribution) is DiagGaussianDistribution:
+            return DiagGaussianFP16(distribution.action_dim, self.precision)
+        if type(distribution) is CategoricalDistribution:
+            return CategoricalFP16(distribution.action_dim)
+        return distribution
+
+    def _to_16_bits(self) -> None:
+        for parameter in self.parameters():
+            parameter.data = saturate(parameter.data, self.precision.dtype).to(self.precision.dtype)
+        for module in self.modules():
+            if not list(module.children()) and not isinstance(module, _PASS_THROUGH):
+                is_head = module in (self.action_net, self.value_net)
+                module.__class__ = _leaf_class(type(module), self.precision.dtype, is_head)  # type: ignore[arg-type]
+
+    def _make_sharp(self, lr: float) -> SHARP:
+        """SHARP as the precision asks for: fine-grained heads (paper Sec. 3.3), their own rules for inputs and l."""
+        heads = {id(p) for head in (self.action_net, self.value_net) for p in head.parameters()}
+        inputs = {id(p) for layer in self._input_layers() for p in layer.parameters()}
+        log_std = id(getattr(self, "log_std", None))
+        sharing, writeback = [], []
+        for parameter in self.parameters():
+            key = id(parameter)
+            shared = self.precision.input_sharing if key in inputs else self.precision.hidden_sharing
+            sharing.append("elementwise" if key in heads else shared)
+            writeback.append(self.precision.log_std_writeback if key == log_std else self.precision.writeback)
+        settings = {
+            "sharing": sharing,
+            "writeback": writeback,
+            "root_rounding": self.precision.root_rounding,
+            "state_dtype": self.precision.dtype,
+            "seed": th.initial_seed() & 0xFFFFFFFF,
+        }
+        return SHARP(self.parameters(), lr=lr, **{**settings, **self.optimizer_kwargs})
+
+    def _input_layers(self) -> list[nn.Module]:
+        """The first layer with parameters of each network that reads observations."""
+        readers: list[nn.Module] = [self.pi_features_extractor, self.vf_features_extractor]
+        if not any(True for reader in readers for _ in reader.parameters()):
+            readers = [self.mlp_extractor.policy_net, self.mlp_extractor.value_net]
+        first = (next((m for m in reader.modules() if m._parameters), None) for reader in readers)
+        return [layer for layer in first if layer is not None]
+
+    @property
+    def networks(self) -> dict[str, list[nn.Parameter]]:
+        """Parameters by network: ``policy`` and ``value`` where no layer serves both, else ``shared``."""
+        critic = [self.mlp_extractor.value_net, self.value_net]
+        if self.vf_features_extractor is not self.pi_features_extractor:
+            critic.append(self.vf_features_extractor)
+        shares_features = self.vf_features_extractor is self.pi_features_extractor and any(
+            True for _ in self.features_extractor.parameters()
+        )
+        if shares_features or type(self.mlp_extractor) is not MlpExtractor or self.overridden:
+            return {"shared": list(self.parameters())}
+        of_critic = {id(parameter) for module in critic for parameter in module.parameters()}
+        return {
+            "policy": [p for p in self.parameters() if id(p) not in of_critic],
+            "value": [p for p in self.parameters() if id(p) in of_critic],
+        }
+
+    @property
+    def overridden(self) -> list[str]:
+        """Methods through which a user's subclass may define another policy than SB3's networks and distributions."""
+        names = ("forward", "evaluate_actions", "_get_action_dist_from_latent")
+        return [name for name in names if getattr(type(self), name) is not getattr(ActorCriticPolicyFP16, name)]
+
+    def _why_absolute(self) -> str | None:
+        if self.precision.log_ratio == "absolute":
+            return f"precision {self.precision.name} asks for it"
+        if self.overridden:
+            return f"{type(self).__name__} overrides {', '.join(self.overridden)}"
+        if not isinstance(self.action_dist, (DiagGaussianFP16, CategoricalFP16)):
+            return f"{type(self.action_dist).__name__} has no residual form"
+        if self.action_dist.behaviour_size > MAX_STORED_LOGITS:
+            return f"{self.action_dist.behaviour_size} logits per step are too many to store"
+        return None
+
+    def forward(self, obs: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        Act.
+
+        :param obs: observations
+        :param deterministic: take the mode of the distribution
+        :return: actions, values (FP32, finite) and log-probabilities (FP32), which carry the behaviour policy's
+            parameters to the rollout buffer
+        """
+        actions, values, log_prob = super().forward(obs, deterministic)
+        check_finite(actions, "the policy's action")
+        if self.absolute_because is None:
+            attach_behaviour(log_prob, cast(ResidualDistribution, self.action_dist).behaviour())
+        return actions, saturate(values.float(), self.precision.dtype), log_prob
+
+    def predict_values(self, obs: PyTorchObs) -> Tensor:
+        """
+        Estimate values.
+
+        :param obs: observations
+        :return: FP32, finite, shape (batch, 1)
+        """
+        return saturate(super().predict_values(obs).float(), self.precision.dtype)
+
+    def evaluate(self, obs: PyTorchObs) -> Evaluation:
+        """
+        What ``evaluate_actions`` computes, short of log-probabilities, for an update that needs none.
+
+        :param obs: observations of a minibatch
+        """
+        features = self.extract_features(obs)
+        if self.share_features_extractor:
+            latent_pi, latent_vf = self.mlp_extractor(features)
+        else:
+            latent_pi, latent_vf = (
+                self.mlp_extractor.forward_actor(features[0]),
+                self.mlp_extractor.forward_critic(features[1]),
+            )
+        distribution = cast(ResidualDistribution, self._get_action_dist_from_latent(latent_pi))
+        return Evaluation(distribution, self.value_net(latent_vf).flatten())
+
+    def load_from_vector(self, vector: np.ndarray) -> None:
+        """
+        Load parameters from a vector, rounding them to storage.
+
+        :param vector: float, shape (parameters,)
+        """
+        # torch would replace the parameters' dtype by the vector's.
+        values = saturate(th.as_tensor(vector, dtype=th.float32, device=self.device), self.precision.dtype)
+        nn.utils.vector_to_parameters(values.to(self.precision.dtype), self.parameters())
+
+    def parameters_to_vector(self) -> np.ndarray:
+        """Parameters as one FP32 vector."""
+        vector: np.ndarray = super().parameters_to_vector().astype(np.float32)
+        return vector
+
+    def _get_constructor_parameters(self) -> dict[str, Any]:
+        return {**super()._get_constructor_parameters(), "precision": self.precision.to_dict()}
+
+
+class ActorCriticPolicyFP16(HalfPrecisionPolicy, ActorCriticPolicy, _StorageObservations):  # type: ignore[misc]
+    """
+    SB3's ``ActorCriticPolicy`` (``MlpPolicy``) in half precision.
+
+    Takes all of its arguments, and:
+
+    :param precision: number format and protections, a preset's name or a ``Precision``
+    """

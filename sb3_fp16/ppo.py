@@ -1,0 +1,200 @@
+"""PPOFP16: SB3's PPO whose ``train()`` hands one rollout to one engine."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch as th
+from stable_baselines3 import PPO
+from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
+
+from sb3_fp16.buffers import RolloutBufferFP16
+from sb3_fp16.engines import Engine, UpdateSettings, UpdateStats, select_engine
+from sb3_fp16.policies import ActorCriticPolicyFP16, HalfPrecisionPolicy
+from sb3_fp16.precision import Precision, PrecisionReport, ReportRow
+from sb3_fp16.scalars import explained_variance
+from sb3_fp16.sharp import SHARP, state_scale_for
+
+SelfPPOFP16 = TypeVar("SelfPPOFP16", bound="PPOFP16")
+
+
+class PPOFP16(PPO):
+    """
+    Proximal Policy Optimization trained natively in half precision.
+
+    Takes all arguments of SB3's ``PPO`` in their order, and:
+
+    :param precision: number format and protections, a preset's name (``fp16``, ``paper``, ``fp32``) or a ``Precision``
+    :raises ValueError: for an unknown precision, naming the valid ones
+    """
+
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {"MlpPolicy": ActorCriticPolicyFP16}
+    policy: ActorCriticPolicyFP16
+
+    def __init__(
+        self,
+        policy: str | type[ActorCriticPolicy],
+        env: GymEnv | str,
+        *args: Any,
+        precision: str | Precision | Mapping[str, Any] = "fp16",
+        **kwargs: Any,
+    ) -> None:
+        self.precision = Precision.of(precision)
+        super().__init__(policy, env, *args, **kwargs)
+
+    def _setup_model(self) -> None:
+        if self.policy_class is ActorCriticPolicy:
+            self.policy_class = ActorCriticPolicyFP16
+        if not issubclass(self.policy_class, HalfPrecisionPolicy):
+            raise ValueError(
+                f"{self.policy_class.__name__} has no half-precision form; derive it from ActorCriticPolicyFP16."
+            )
+        if self.rollout_buffer_class is None:
+            self.rollout_buffer_class = RolloutBufferFP16
+        # The precision reaches policy and buffer without becoming one of the user's own keyword arguments.
+        given = self.policy_kwargs, self.rollout_buffer_kwargs
+        self.policy_kwargs = {**self.policy_kwargs, "precision": self.precision}
+        if issubclass(self.rollout_buffer_class, RolloutBufferFP16):
+            self.rollout_buffer_kwargs = {**self.rollout_buffer_kwargs, "precision": self.precision}
+        try:
+            super()._setup_model()
+        finally:
+            self.policy_kwargs, self.rollout_buffer_kwargs = given
+        if isinstance(self.policy.optimizer, SHARP):
+            for group in self.policy.optimizer.param_groups:
+                group["state_scale"] = state_scale_for(self.max_grad_norm)
+        self._engine: Engine | None = None
+        if self.verbose >= 1:
+            print(f"Using precision {self.precision.name} and the {self.engine.name} engine ({self.engine.reason})")
+            if self.precision.log_ratio != "absolute" and self.policy.absolute_because is not None:
+                print(f"The log-ratio is absolute, in FP32: {self.policy.absolute_because}")
+
+    def _maybe_recommend_cpu(self, mlp_class_name: str = ActorCriticPolicyFP16.__name__) -> None:
+        super()._maybe_recommend_cpu(mlp_class_name)
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the updates of the current policy."""
+        if self._engine is None or self._engine.policy is not self.policy:
+            self._engine = select_engine(self.policy, self.batch_size)
+        return self._engine
+
+    def train(self) -> None:
+        """
+        Update the policy on the collected rollout.
+
+        :raises ValueError: if a schedule gives an unusable value, or training cannot recover from gradients that are
+            not finite; the parameters are the last good ones then
+        """
+        self.policy.set_training_mode(True)
+        self._update_learning_rate(self.policy.optimizer)
+        settings = self._update_settings()
+        stats = self.engine.update(self.rollout_buffer, settings)
+        self._n_updates += stats.epochs
+        if stats.stopped_at_kl is not None and self.verbose >= 1:
+            print(f"Early stopping at step {stats.epochs - 1} due to reaching max kl: {stats.stopped_at_kl:.2f}")
+        self._log_update(stats, settings)
+
+    def _update_settings(self) -> UpdateSettings:
+        progress = self._current_progress_remaining
+        return UpdateSettings(
+            learning_rate=self.lr_schedule(progress),
+            batch_size=self.batch_size,
+            n_epochs=self.n_epochs,
+            clip_range=self.clip_range(progress),  # type: ignore[operator]
+            clip_range_vf=None if self.clip_range_vf is None else self.clip_range_vf(progress),  # type: ignore[operator]
+            normalize_advantage=self.normalize_advantage,
+            ent_coef=self.ent_coef,
+            vf_coef=self.vf_coef,
+            max_grad_norm=self.max_grad_norm,
+            target_kl=self.target_kl,
+        )
+
+    def _log_update(self, stats: UpdateStats, settings: UpdateSettings) -> None:
+        record, buffer = self.logger.record, self.rollout_buffer
+        record("train/entropy_loss", stats.entropy_loss)
+        record("train/policy_gradient_loss", stats.policy_loss)
+        record("train/value_loss", stats.value_loss)
+        record("train/approx_kl", stats.approx_kl)
+        record("train/clip_fraction", stats.clip_fraction)
+        record("train/loss", stats.loss)
+        record(
+            "train/explained_variance", explained_variance(th.as_tensor(buffer.values), th.as_tensor(buffer.returns))
+        )
+        if hasattr(self.policy, "log_std"):
+            record("train/std", self.policy.log_std.float().exp().mean().item())
+        record("train/n_updates", self._n_updates, exclude="tensorboard")
+        record("train/clip_range", settings.clip_range)
+        if settings.clip_range_vf is not None:
+            record("train/clip_range_vf", settings.clip_range_vf)
+        record("train/grad_norm", stats.grad_norm)
+        record("train/loss_scale", stats.loss_scale)
+        record("train/skipped_steps", stats.skipped_steps)
+        record("train/stuck_fraction", stats.stuck_fraction)
+        stored = buffer.saturated.values() if isinstance(buffer, RolloutBufferFP16) else ()
+        record("train/saturated", stats.saturated + sum(stored))
+
+    def learn(
+        self: SelfPPOFP16,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        log_interval: int = 1,
+        tb_log_name: str = "PPOFP16",
+        reset_num_timesteps: bool = True,
+        progress_bar: bool = False,
+    ) -> SelfPPOFP16:
+        """Train; arguments and result are SB3's."""
+        return super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
+
+    def precision_report(self) -> PrecisionReport:
+        """
+        Count what the model stores between updates, by format (paper Sec. 3: FP32 below 0.1 % of the elements).
+
+        :return: a report; ``print`` shows it as a table
+        """
+        parameters = list(self.policy.parameters())
+        optimizer, buffer = self.policy.optimizer, self.rollout_buffer
+        if isinstance(optimizer, SHARP):
+            optimizer.initialize_state()
+        by_name: dict[str, list[th.Tensor]] = {}
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                by_name.setdefault(name, []).append(th.as_tensor(value))
+        arrays = [array for array in vars(buffer).values() if isinstance(array, np.ndarray)]
+        if isinstance(buffer, RolloutBufferFP16):
+            arrays = list(buffer.arrays().values())
+        state = [
+            _report_row("parameters", parameters),
+            _report_row("gradients", parameters),  # of the same number and format
+            *(_report_row(f"optimizer {name}", tensors) for name, tensors in by_name.items()),
+            _report_row("rollout", [th.from_numpy(array) for array in arrays]),
+            _report_row("GAE recurrence", [th.zeros(self.n_envs)]),
+            _report_row("gradient scales", list(self.engine.state_dict().values())),
+        ]
+        workspace = [
+            _report_row("FP32 weights", [parameter.float() for parameter in parameters]),
+        ]
+        return PrecisionReport(self.precision.name, tuple(state), tuple(workspace))
+
+    def _excluded_save_params(self) -> list[str]:
+        return [*super()._excluded_save_params(), "_engine"]
+
+
+def _report_row(name: str, tensors: Sequence[th.Tensor]) -> ReportRow:
+    return ReportRow(
+        name,
+        elements=sum(tensor.numel() for tensor in tensors),
+        bytes=sum(tensor.nbytes for tensor in tensors),
+        fp32_elements=sum(tensor.numel() for tensor in tensors if tensor.dtype in (th.float32, th.float64)),
+    )
+
+
+def _signature() -> inspect.Signature:
+    """SB3's own arguments, then ``precision``: what help(), editors and tests see."""
+    own = inspect.signature(PPOFP16.__init__).parameters["precision"]
+    return inspect.Signature([*inspect.signature(PPO.__init__).parameters.values(), own])
+
+
+PPOFP16.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
