@@ -167,7 +167,7 @@ def categorical_log_ratio(logits: Tensor, actions: Tensor, behaviour: Categorica
     d of one categorical distribution, differentiable in ``logits``.
 
     With δ = logits − logits₀ and e_k = δ_k − δ_a:  d = −log1p(Σ_{k≠a} p₀_k·expm1(e_k)), the analogue of the paper's
-    Gaussian residual. Where an e_k exceeds 10, d = δ_a − (LSE(logits) − LSE(logits₀)).
+    Gaussian residual. Where an e_k or d exceeds 10, d = δ_a − (LSE(logits) − LSE(logits₀)).
 
     :param logits: FP32, shape (batch, choices)
     :param actions: integers, shape (batch,)
@@ -191,7 +191,8 @@ class _CategoricalLogRatio(th.autograd.Function):
         e = change - change_of_action  # e_a is 0, so its term of the sum vanishes
         near = -th.log1p((logits0.softmax(dim=1) * th.expm1(e.clamp_max(_LARGEST_LOGIT_CHANGE))).sum(dim=1))
         far = change_of_action.squeeze(1) - (logits.logsumexp(dim=1) - logits0.logsumexp(dim=1))
-        return th.where(e.amax(dim=1) > _LARGEST_LOGIT_CHANGE, far, near)
+        # The sum also cancels towards −1 where the action's probability has grown from almost nothing.
+        return th.where((e.amax(dim=1) > _LARGEST_LOGIT_CHANGE) | (near > _LARGEST_LOGIT_CHANGE), far, near)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -379,7 +379,8 @@ class _Bucket:
             _store(tensors, after if skip is None else th.where(skip, before, after))
 
         moved = update != 0
-        counts = th.stack([moved.sum(), (moved & (new == old)).sum(), _overflows(m, old_m) + _overflows(w, old_w)])
+        overflows = _overflows(m, old_m) + _overflows(w, old_w) + _overflows(theta - update, old)
+        counts = th.stack([moved.sum(), (moved & (new == old)).sum(), overflows])
         optimizer.record(counts if skip is None else counts * ~skip)
 
     def _root_mean_squares(self, g: Tensor) -> Tensor:

@@ -1,0 +1,82 @@
+"""
+HalfCheetah-v5, 3 seeds x 51,200 steps: SB3's PPO against PPOFP16 in fp32, fp16 and paper.
+
+Resumable: runs that are in the results file are not repeated. ``python -m benchmarks.halfcheetah --jobs 2``
+"""
+
+import argparse
+import os
+import platform
+import subprocess
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib.metadata import version
+from itertools import product
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+
+from benchmarks.runner import PAPER_SETTINGS, RESULTS, make_model, read_csv, train, write_csv
+
+ENV, STEPS, EVERY = "HalfCheetah-v5", 51_200, 4_096
+METHODS, SEEDS = ("sb3", "fp32", "fp16", "paper"), (0, 1, 2)
+FILE = RESULTS / "halfcheetah.csv"
+
+
+def run(method: str, seed: int) -> dict[str, Any]:
+    """One training run as one row."""
+    model = make_model(method, ENV, seed, **PAPER_SETTINGS)
+    evaluations, times = train(model, ENV, seed, STEPS, EVERY)
+    return {
+        "env": ENV,
+        "method": method,
+        "seed": seed,
+        "steps": STEPS,
+        "return_auc": round(evaluations.area_under_curve(), 2),
+        "final_return": round(evaluations.points[-1][1], 2),
+        "update_seconds": round(float(np.median(times.seconds)), 4),
+        "curve": " ".join(f"{step}:{value:.1f}" for step, value in evaluations.points),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "stable_baselines3": version("stable_baselines3"),
+        "mujoco": version("mujoco"),
+    }
+
+
+def _commit() -> str:
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    """Run what is missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    rows: list[dict[str, Any]] = list(read_csv(FILE))
+    done = {(row["method"], int(row["seed"])) for row in rows}
+    with ProcessPoolExecutor(parser.parse_args().jobs, get_context("spawn")) as pool:
+        missing = [pool.submit(run, m, s) for m, s in product(METHODS, SEEDS) if (m, s) not in done]
+        for finished in as_completed(missing):
+            rows.append(finished.result())
+            rows.sort(key=lambda row: (METHODS.index(row["method"]), int(row["seed"])))
+            write_csv(FILE, rows)
+            print(f"{len(rows)} of {len(METHODS) * len(SEEDS)} runs", flush=True)
+    print(table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return AUC and final return per method, every seed shown."""
+    lines = ["| method | return AUC per seed | mean | final return per seed | mean |", "|---|---|---|---|---|"]
+    for method in METHODS:
+        of_method = [row for row in rows if row["method"] == method]
+        cells = [method]
+        for key in ("return_auc", "final_return"):
+            values = [float(row[key]) for row in of_method]
+            cells += [" ".join(f"{value:.0f}" for value in values), f"{np.mean(values):.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

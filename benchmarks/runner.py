@@ -1,0 +1,153 @@
+"""Train one method on one task with one seed and evaluate it: what every learning benchmark is made of."""
+
+import csv
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import gymnasium as gym
+import numpy as np
+import torch as th
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.monitor import Monitor
+
+from sb3_fp16 import PPOFP16
+
+RESULTS = Path(__file__).parent / "results"
+
+# The paper's runs (Sec. 4): what it does not state is SB3's default.
+PAPER_SETTINGS: dict[str, Any] = {
+    "learning_rate": 3e-4,
+    "n_steps": 2048,
+    "batch_size": 64,
+    "n_epochs": 10,
+    "gamma": 0.99,
+    "gae_lambda": 0.95,
+    "clip_range": 0.2,
+    "max_grad_norm": 0.5,
+}
+
+
+class Evaluations(BaseCallback):
+    """
+    Deterministic returns along a training run.
+
+    :param env_id: task
+    :param seed: of the evaluation environment
+    :param every: environment steps between evaluations
+    :param episodes: per evaluation
+    """
+
+    def __init__(self, env_id: str, seed: int, every: int, episodes: int) -> None:
+        super().__init__()
+        self.env = Monitor(gym.make(env_id))
+        self.env.reset(seed=10_000 + seed)
+        self.every, self.episodes = every, episodes
+        self.points: list[tuple[int, float]] = []
+
+    def evaluate(self) -> float:
+        """Mean return of the model as it is, added to the curve."""
+        mean, _ = evaluate_policy(cast(PPO, self.model), self.env, n_eval_episodes=self.episodes, warn=False)
+        self.points.append((self.num_timesteps, float(cast(float, mean))))
+        return self.points[-1][1]
+
+    def _on_rollout_start(self) -> None:
+        if self.num_timesteps >= self.every * len(self.points):
+            self.evaluate()
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_training_end(self) -> None:
+        self.evaluate()
+
+    def area_under_curve(self) -> float:
+        """Return AUC: trapezoid over environment steps, divided by the horizon (paper Sec. 4.3)."""
+        steps, returns = np.asarray(self.points).T
+        return float(np.trapezoid(returns, steps) / steps[-1])
+
+
+class UpdateTimes(BaseCallback):
+    """Seconds of each ``train()``: from the end of a rollout to the start of the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._rollout_ended = 0.0
+
+    def _on_rollout_start(self) -> None:
+        if self._rollout_ended:
+            self.seconds.append(time.perf_counter() - self._rollout_ended)
+
+    def _on_rollout_end(self) -> None:
+        self._rollout_ended = time.perf_counter()
+
+    def _on_step(self) -> bool:
+        return True
+
+
+def make_model(method: str, env_id: str, seed: int, **settings: Any) -> PPO:
+    """
+    An untrained model.
+
+    :param method: ``sb3`` for SB3's own PPO, else the precision of PPOFP16
+    :param env_id: task
+    :param seed: of the run
+    :param settings: PPO's arguments
+    """
+    settings = {"device": "cpu", **settings}
+    if method == "sb3":
+        return PPO("MlpPolicy", env_id, seed=seed, **settings)
+    return PPOFP16("MlpPolicy", env_id, seed=seed, precision=method, **settings)
+
+
+def train(
+    model: PPO, env_id: str, seed: int, steps: int, every: int, episodes: int = 5, progress_bar: bool = False
+) -> tuple[Evaluations, UpdateTimes]:
+    """
+    Train a model, on one thread, evaluating it along the way.
+
+    :param model: from ``make_model``
+    :param env_id: its task
+    :param seed: of its run
+    :param steps: environment steps
+    :param every: environment steps between evaluations
+    :param episodes: per evaluation
+    :param progress_bar: show one
+    """
+    th.set_num_threads(1)
+    times, evaluations = UpdateTimes(), Evaluations(env_id, seed, every, episodes)
+    model.learn(steps, callback=CallbackList([times, evaluations]), progress_bar=progress_bar)
+    return evaluations, times
+
+
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """
+    Write rows that share their keys, the file appearing whole or not at all.
+
+    :param path: of the file
+    :param rows: at least one
+    """
+    rows = list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    partial.replace(path)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """
+    Rows of a results file; none if there is none.
+
+    :param path: of the file
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
