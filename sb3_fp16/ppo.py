@@ -51,6 +51,8 @@ class PPOFP16(PPO):
             raise ValueError(
                 f"{self.policy_class.__name__} has no half-precision form; derive it from ActorCriticPolicyFP16."
             )
+        if "precision" in self.policy_kwargs or "precision" in self.rollout_buffer_kwargs:
+            raise ValueError("Pass precision to PPOFP16 itself; policy and rollout buffer follow it.")
         if self.rollout_buffer_class is None:
             self.rollout_buffer_class = RolloutBufferFP16
         # The precision reaches policy and buffer without becoming one of the user's own keyword arguments.

@@ -153,8 +153,24 @@ class EagerEngine:
         elif not skip:
             for network, coefficient in zip(gradients, coefficients, strict=True):
                 th._foreach_mul_(network, coefficient)
-            optimizer.step()
+            self._step_other_optimizer(optimizer)
         return norm.where(~skip, math.nan)
+
+    def _step_other_optimizer(self, optimizer: th.optim.Optimizer) -> None:
+        """Step an optimizer that was not made for 16-bit parameters, and take back what it cannot represent."""
+        if self.policy.precision.storage == "fp32":
+            optimizer.step()
+            return
+        parameters: list[Tensor] = list(self.policy.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        optimizer.step()
+        if not all(bool(th.isfinite(parameter).all()) for parameter in parameters):
+            with th.no_grad():
+                th._foreach_copy_(parameters, before)
+            raise ValueError(
+                f"{type(optimizer).__name__} made parameters infinite or NaN, as its state does not fit "
+                f"{self.policy.precision.storage}; the last good ones are kept. Use SHARP, or precision='fp32'."
+            )
 
     def _optimizer_statistics(self) -> tuple[int, int, int]:
         optimizer = self.policy.optimizer
