@@ -6,17 +6,14 @@ Resumable: runs that are in the results file are not repeated. ``python -m bench
 
 import argparse
 import os
-import platform
-import subprocess
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from importlib.metadata import version
 from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 
-from benchmarks.runner import PAPER_SETTINGS, RESULTS, make_model, read_csv, train, write_csv
+from benchmarks.runner import PAPER_SETTINGS, RESULTS, make_model, read_csv, train, versions, write_csv
 
 ENV, STEPS, EVERY = "HalfCheetah-v5", 51_200, 4_096
 METHODS, SEEDS = ("sb3", "fp32", "fp16", "paper"), (0, 1, 2)
@@ -36,17 +33,8 @@ def run(method: str, seed: int) -> dict[str, Any]:
         "final_return": round(evaluations.points[-1][1], 2),
         "update_seconds": round(float(np.median(times.seconds)), 4),
         "curve": " ".join(f"{step}:{value:.1f}" for step, value in evaluations.points),
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "stable_baselines3": version("stable_baselines3"),
-        "mujoco": version("mujoco"),
+        **versions(),
     }
-
-
-def _commit() -> str:
-    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
 
 
 def main() -> None:

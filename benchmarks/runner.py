@@ -1,8 +1,11 @@
 """Train one method on one task with one seed and evaluate it: what every learning benchmark is made of."""
 
 import csv
+import platform
+import subprocess
 import time
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +18,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 
 from sb3_fp16 import PPOFP16
+from sb3_fp16.buffers import RolloutBufferFP16
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -122,6 +126,35 @@ def train(
     times, evaluations = UpdateTimes(), Evaluations(env_id, seed, every, episodes)
     model.learn(steps, callback=CallbackList([times, evaluations]), progress_bar=progress_bar)
     return evaluations, times
+
+
+def state_bytes(model: PPO) -> dict[str, int]:
+    """
+    Bytes of the training state of any PPO, counted on its tensors and arrays.
+
+    :param model: after at least one update
+    """
+    parameters = list(model.policy.parameters())
+    moments = [value for state in model.policy.optimizer.state.values() for value in state.values()]
+    buffer = model.rollout_buffer
+    arrays = buffer.arrays() if isinstance(buffer, RolloutBufferFP16) else vars(buffer)
+    return {
+        "parameters": sum(parameter.nbytes for parameter in parameters),
+        "gradients": sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None),
+        "optimizer state": sum(moment.nbytes for moment in moments),
+        "rollout": sum(array.nbytes for array in arrays.values() if isinstance(array, np.ndarray)),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What a results row must name to be reproducible."""
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    packages = ("torch", "stable_baselines3", "mujoco")
+    return {
+        "commit": answer.stdout.strip() or "unknown",
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+    }
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
