@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runner import make_model, state_bytes, train
+from benchmarks.runner import make_model, pyplot, state_bytes, train
 
 ENV, SEED = "HalfCheetah-v5", 0
 FOLDER = Path("demo")
@@ -66,12 +66,7 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     :param results: of ``run``, by method
     :param path: of the picture
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(7, 4), layout="constrained")
     for method, result in results.items():
         axes.plot(*zip(*result["curve"], strict=True), marker="o", label=LABELS[method])
     axes.set(xlabel="environment steps", ylabel="mean return, 3 deterministic episodes", title=ENV)

@@ -6,6 +6,7 @@ HalfCheetah-v5, SB3's defaults (2048 steps, 10 epochs of 32 minibatches, two 64x
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,20 @@ def main() -> None:
         for i, method in enumerate(METHODS)
     ]
     write_csv(FILE, rows)
+    print(table(rows))
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """
+    Ratios to SB3 as Markdown; absolute times belong to one machine and stay in the results file.
+
+    :param rows: of the results file
+    """
+    lines = ["| method | time / SB3's, median | min to max |", "|---|---:|---:|"]
     for row in rows:
-        ratio = f"{row['ratio_to_sb3_median']:.2f}x SB3 ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
-        print(f"{row['method']:<6} {row['update_ms_median']:>7.1f} ms  {ratio}")
+        spread = f"{float(row['ratio_min']):.2f} to {float(row['ratio_max']):.2f}"
+        lines.append(f"| `{row['method']}` | {float(row['ratio_to_sb3_median']):.2f} | {spread} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

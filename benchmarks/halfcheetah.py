@@ -6,17 +6,20 @@ Resumable: runs that are in the results file are not repeated. ``python -m bench
 
 import argparse
 import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.runner import PAPER_SETTINGS, RESULTS, make_model, read_csv, train, versions, write_csv
+from benchmarks.runner import PAPER_SETTINGS, RESULTS, make_model, pyplot, read_csv, train, versions, write_csv
 
 ENV, STEPS, EVERY = "HalfCheetah-v5", 51_200, 4_096
 METHODS, SEEDS = ("sb3", "fp32", "fp16", "paper"), (0, 1, 2)
+NAMES = {"sb3": "SB3's PPO", "fp32": "PPOFP16 `fp32`", "fp16": "PPOFP16 `fp16`", "paper": "PPOFP16 `paper`"}
 FILE = RESULTS / "halfcheetah.csv"
 
 
@@ -53,17 +56,47 @@ def main() -> None:
     print(table(rows))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return AUC and final return per method, every seed shown."""
-    lines = ["| method | return AUC per seed | mean | final return per seed | mean |", "|---|---|---|---|---|"]
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """
+    Return AUC and final return per method as Markdown, every seed shown.
+
+    :param rows: of the results file
+    """
+    lines = [
+        "| method | return AUC, seeds 0 1 2 | mean | final return, seeds 0 1 2 | mean |",
+        "|---|---|---:|---|---:|",
+    ]
     for method in METHODS:
         of_method = [row for row in rows if row["method"] == method]
-        cells = [method]
+        cells = [NAMES[method]]
         for key in ("return_auc", "final_return"):
             values = [float(row[key]) for row in of_method]
             cells += [" ".join(f"{value:.0f}" for value in values), f"{np.mean(values):.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """
+    Mean learning curves, each seed thin behind.
+
+    :param rows: of the results file
+    :param path: of the picture
+    """
+    figure, axes = pyplot().subplots(figsize=(7, 4), layout="constrained")
+    for colour, method in enumerate(METHODS):
+        curves = [[point.split(":") for point in row["curve"].split()] for row in rows if row["method"] == method]
+        steps = [int(step) for step, _ in curves[0]]
+        returns = np.array([[float(value) for _, value in curve] for curve in curves])
+        axes.plot(steps, returns.mean(axis=0), color=f"C{colour}", label=NAMES[method])
+        axes.plot(steps, returns.T, color=f"C{colour}", alpha=0.25, linewidth=0.8)
+    axes.set(
+        xlabel="environment steps", ylabel="deterministic return", title=f"{ENV}, {len(SEEDS)} seeds and their mean"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

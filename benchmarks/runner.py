@@ -128,6 +128,16 @@ def train(
     return evaluations, times
 
 
+def pyplot() -> Any:
+    """Matplotlib without a screen, imported where a picture is drawn."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
 def state_bytes(model: PPO) -> dict[str, int]:
     """
     Bytes of the training state of any PPO, counted on its tensors and arrays.

@@ -5,6 +5,7 @@ Observations of 17 and actions of 6 numbers, two networks of two hidden layers (
 ``python -m benchmarks.state_bytes``
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.runner import RESULTS, make_model, versions, write_csv
@@ -30,18 +31,30 @@ def measure(precision: str, width: int) -> dict[str, Any]:
         "adam_mib": round(adam / 2**20, 2),
         "sharp_mib": round(sharp / 2**20, 2),
         "fp32_elements": sum(row.fp32_elements for row in report.state),
-        "fp32_percent": round(100 * report.fp32_share, 4),
+        "fp32_percent": round(100 * report.fp32_share, 5),
         **versions(),
     }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """
+    The counts as Markdown.
+
+    :param rows: of the results file
+    """
+    lines = ["| precision | width | FP32 Adam, MiB | SHARP, MiB | saved | FP32 share of all state |"]
+    lines.append("|---|---:|---:|---:|---:|---:|")
+    for row in rows:
+        sizes = f"{float(row['adam_mib']):.2f} | {float(row['sharp_mib']):.2f} | {row['saved_percent']} %"
+        lines.append(f"| `{row['precision']}` | {row['width']} | {sizes} | {float(row['fp32_percent']):.5f} % |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Count, write, print."""
     rows = [measure(precision, width) for precision in PRECISIONS for width in WIDTHS]
     write_csv(FILE, rows)
-    for row in rows:
-        sizes = f"{row['adam_mib']:.2f} -> {row['sharp_mib']:.2f} MiB (-{row['saved_percent']} %)"
-        print(f"{row['precision']:<6} width {row['width']:<5} {sizes}; FP32 share {row['fp32_percent']} %")
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -70,9 +70,8 @@ def main() -> None:
     print(f"gradient norms that are finite: FP16 squares {naive} of {total}, module A {ours} of {total}")
     for key in ("rms", "absolute_fp16", "residual_twosum", "residual_fp32", "mae_ratio"):
         values = np.array([row[key] for row in rows])
-        print(
-            f"{key:<16} median {np.median(values):.3g}  ({values.min():.3g} to {values.max():.3g}, {len(rows)} seeds)"
-        )
+        spread = f"{values.min():.3g} to {values.max():.3g}, {len(rows)} seeds"
+        print(f"{key:<16} median {np.median(values):.3g}  ({spread})")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """PPOFP16: SB3's PPO whose ``train()`` hands one rollout to one engine."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -160,37 +160,31 @@ class PPOFP16(PPO):
         optimizer, buffer = self.policy.optimizer, self.rollout_buffer
         if isinstance(optimizer, SHARP):
             optimizer.initialize_state()
-        by_name: dict[str, list[th.Tensor]] = {}
+        moments: dict[str, list[th.Tensor]] = {}
         for state in optimizer.state.values():
             for name, value in state.items():
-                by_name.setdefault(name, []).append(th.as_tensor(value))
-        arrays = [array for array in vars(buffer).values() if isinstance(array, np.ndarray)]
+                moments.setdefault(name, []).append(th.as_tensor(value))
         if isinstance(buffer, RolloutBufferFP16):
             arrays = list(buffer.arrays().values())
-        state = [
-            _report_row("parameters", parameters),
-            _report_row("gradients", parameters),  # of the same number and format
-            *(_report_row(f"optimizer {name}", tensors) for name, tensors in by_name.items()),
-            _report_row("rollout", [th.from_numpy(array) for array in arrays]),
-            _report_row("GAE recurrence", [th.zeros(self.n_envs)]),
-            _report_row("gradient scales", list(self.engine.state_dict().values())),
+        else:
+            arrays = [array for array in vars(buffer).values() if isinstance(array, np.ndarray)]
+        rows = [
+            ReportRow.of("parameters", parameters),
+            ReportRow.of("gradients", parameters),  # of the same number and format
+            *(ReportRow.of(f"optimizer {name}", tensors) for name, tensors in moments.items()),
+            ReportRow.of("rollout", [th.from_numpy(array) for array in arrays]),
+            ReportRow.of("GAE recurrence", [th.zeros(self.n_envs)]),
+            ReportRow.of("gradient scales", list(self.engine.state_dict().values())),
         ]
-        workspace = [
-            _report_row("FP32 weights", [parameter.float() for parameter in parameters]),
-        ]
-        return PrecisionReport(self.precision.name, tuple(state), tuple(workspace))
+        workspace = [ReportRow("FP32 weights in layers", n := sum(p.numel() for p in parameters), 4 * n, n)]
+        if isinstance(optimizer, SHARP):
+            index, scratch = optimizer.workspace()
+            workspace.append(ReportRow("SHARP int32 index", index, 4 * index, 0))
+            workspace.append(ReportRow("SHARP FP32 scratch", scratch, 4 * scratch, scratch))
+        return PrecisionReport(self.precision.name, tuple(rows), tuple(workspace))
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_engine"]
-
-
-def _report_row(name: str, tensors: Sequence[th.Tensor]) -> ReportRow:
-    return ReportRow(
-        name,
-        elements=sum(tensor.numel() for tensor in tensors),
-        bytes=sum(tensor.nbytes for tensor in tensors),
-        fp32_elements=sum(tensor.numel() for tensor in tensors if tensor.dtype in (th.float32, th.float64)),
-    )
 
 
 def _signature() -> inspect.Signature:

@@ -1,6 +1,6 @@
 """Which number format a run uses and which protections are on: one argument, one place that defines it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
@@ -140,6 +140,17 @@ class ReportRow:
     elements: int
     bytes: int
     fp32_elements: int
+
+    @classmethod
+    def of(cls, name: str, tensors: Sequence[th.Tensor]) -> "ReportRow":
+        """
+        Count tensors.
+
+        :param name: what they store
+        :param tensors: any shapes and formats
+        """
+        single = (tensor.numel() for tensor in tensors if tensor.dtype in (th.float32, th.float64))
+        return cls(name, sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors), sum(single))
 
 
 @dataclass(frozen=True)

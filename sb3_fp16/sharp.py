@@ -41,6 +41,8 @@ _PARAMETER_SALT = 0x5851F42D
 _ROOT_SALT = 0x14057B7E
 _SMALLEST = th.finfo(th.float32).tiny
 _THRESHOLDED = ("stochastic", "dithered")
+_MAX_BUCKET_ELEMENTS = 1 << 22  # updated together
+_SCRATCH = 7  # FP32 numbers per element that live at once: θ, g, m, m̂, preconditioner, update, new θ
 
 _Write = tuple[list[Tensor], Tensor, Tensor]  # tensors, what they hold, what they are to hold
 
@@ -112,7 +114,7 @@ class SHARP(th.optim.Optimizer):
         self._reset_caches()
 
     def _reset_caches(self) -> None:
-        self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}
+        self._buckets: dict[int, tuple[tuple[Any, ...], list[_Bucket]]] = {}
         self._statistics: dict[th.device, Tensor] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -171,20 +173,18 @@ class SHARP(th.optim.Optimizer):
         return loss
 
     def _buckets_of(self, number: int, group: dict[str, Any], first_element: int) -> list["_Bucket"]:
-        """Parameters of a group that can be updated together, laid out once for each set of present gradients."""
+        """Parameters of a group that are updated together, laid out anew when another set has gradients."""
         present = tuple(
             (position, parameter.device, parameter.dtype)
             for position, parameter in enumerate(group["params"])
             if parameter.grad is not None and parameter.numel() > 0
         )
-        key = (number, first_element, present, _one_each(group, "sharing"), _one_each(group, "writeback"))
-        if key not in self._buckets:
-            kinds = dict.fromkeys((device, dtype) for _, device, dtype in present)
-            self._buckets[key] = [
-                _Bucket(group, [position for position, *kind in present if tuple(kind) == wanted], first_element)
-                for wanted in kinds
-            ]
-        return self._buckets[key]
+        key = (first_element, present, _one_each(group, "sharing"), _one_each(group, "writeback"))
+        known, buckets = self._buckets.get(number, (None, []))
+        if key != known:
+            buckets = [_Bucket(group, positions, first_element) for positions in _split(group, present)]
+            self._buckets[number] = key, buckets
+        return buckets
 
     def initialize_state(self) -> None:
         """Make the state of every parameter, which otherwise happens at its first step."""
@@ -230,6 +230,16 @@ class SHARP(th.optim.Optimizer):
             if key in saved:
                 copies = {name: value.to(parameter.device, copy=True) for name, value in saved[key].items()}
                 self.state[parameter] = copies
+
+    def workspace(self) -> tuple[int, int]:
+        """
+        What updates need beside the state.
+
+        :return: int32 numbers that are kept between steps, FP32 numbers that live while a step runs
+        """
+        buckets = [bucket for _, buckets in self._buckets.values() for bucket in buckets]
+        index = sum(len(bucket.index) + len(bucket.root_index) for bucket in buckets)
+        return index, max((_SCRATCH * len(bucket.index) for bucket in buckets), default=0)
 
     def record(self, counts: Tensor) -> None:
         """Add the counts of one step that ``pop_statistics`` describes."""
@@ -278,6 +288,20 @@ def root_shape(shape: Sequence[int], sharing: str) -> tuple[int, ...]:
     if kind == "elementwise":
         return tuple(shape)
     return (shape[0],) if kind == "row" else (shape[0] + math.prod(shape[1:]),)
+
+
+def _split(group: dict[str, Any], present: Sequence[tuple[int, th.device, th.dtype]]) -> list[list[int]]:
+    """Positions by device and dtype, in portions that keep the FP32 workspace small."""
+    portions: list[list[int]] = []
+    for kind in dict.fromkeys((device, dtype) for _, device, dtype in present):
+        elements = _MAX_BUCKET_ELEMENTS
+        for position in (position for position, *other in present if tuple(other) == kind):
+            elements += group["params"][position].numel()
+            if elements > _MAX_BUCKET_ELEMENTS:
+                portions.append([])
+                elements = group["params"][position].numel()
+            portions[-1].append(position)
+    return portions
 
 
 class _Member:
@@ -353,7 +377,10 @@ class _Bucket:
     def step(self, optimizer: SHARP, group: dict[str, Any], coefficient: Tensor, skip: Tensor | None) -> None:
         """One SHARP step of all members; ``coefficient`` holds κ of each."""
         parameters = [group["params"][m.position] for m in self.members]
-        states = [optimizer.state_of(group["params"][m.position], group, m.sharing, m.writeback) for m in self.members]
+        states = [
+            optimizer.state_of(parameter, group, member.sharing, member.writeback)
+            for parameter, member in zip(parameters, self.members, strict=True)
+        ]
         steps, moments, roots = ([s[name] for s in states] for name in ("step", "first_moment", "root_second_moment"))
         old, old_m, old_w, old_t = _flatten(parameters), _flatten(moments), _flatten(roots), th.stack(steps)
         (beta1, beta2), lr, scale, decay = group["betas"], group["lr"], group["state_scale"], group["weight_decay"]

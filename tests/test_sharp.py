@@ -7,6 +7,7 @@ import pytest
 import torch as th
 from torch import nn
 
+from sb3_fp16 import sharp
 from sb3_fp16.sharp import ROOT_ROUNDING, SHARING, SHARP, WRITEBACK, root_shape, state_scale_for
 from tests import oracle
 
@@ -51,10 +52,10 @@ def test_ten_steps_match_float64(sharing):
 
 def test_elementwise_is_adam():
     ours, theirs = parameters(), parameters()
-    sharp = SHARP(ours, lr=1e-2, sharing="elementwise", **EXACT)
+    ours_optimizer = SHARP(ours, lr=1e-2, sharing="elementwise", **EXACT)
     adam = th.optim.Adam(theirs, lr=1e-2, eps=1e-5)
     for step in range(20):
-        for params, optimizer in ((ours, sharp), (theirs, adam)):
+        for params, optimizer in ((ours, ours_optimizer), (theirs, adam)):
             set_gradients(params, step)
             optimizer.step()
     for a, b in zip(ours, theirs, strict=True):
@@ -65,10 +66,10 @@ def test_elementwise_is_adam():
 def test_weight_decay_is_adams_and_adamws(decoupled):
     ours, theirs = parameters(), parameters()
     settings = {"lr": 1e-2, "weight_decay": 0.1}
-    sharp = SHARP(ours, sharing="elementwise", decoupled_weight_decay=decoupled, **settings, **EXACT)
+    ours_optimizer = SHARP(ours, sharing="elementwise", decoupled_weight_decay=decoupled, **settings, **EXACT)
     adam = (th.optim.AdamW if decoupled else th.optim.Adam)(theirs, eps=1e-5, **settings)
     for step in range(20):
-        for params, optimizer in ((ours, sharp), (theirs, adam)):
+        for params, optimizer in ((ours, ours_optimizer), (theirs, adam)):
             set_gradients(params, step)
             optimizer.step()
     for a, b in zip(ours, theirs, strict=True):
@@ -409,6 +410,20 @@ def test_memory_layout_of_parameters_does_not_matter():
     for p, q in zip(plain, strided, strict=True):
         assert th.equal(p.detach(), q.detach())
         assert not q.is_contiguous()
+
+
+def test_updating_in_portions_changes_no_bit(monkeypatch):
+    def run(limit):
+        monkeypatch.setattr(sharp, "_MAX_BUCKET_ELEMENTS", limit)
+        params = [*parameters(th.float16), *parameters(th.bfloat16, seed=1)]
+        optimizer = SHARP(params, lr=0.01)
+        for step in range(3):
+            set_gradients(params, step)
+            optimizer.step()
+        return params
+
+    for p, q in zip(run(1 << 22), run(100), strict=True):
+        assert th.equal(p, q)
 
 
 def test_runs_with_equal_seeds_agree_and_others_differ():
