@@ -1,7 +1,7 @@
 """The rollout in 16 bits, and generalized advantage estimation with one FP32 recurrence state per environment."""
 
 from collections.abc import Generator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch as th
@@ -10,7 +10,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from torch import Tensor
 
 from sb3_fp16.precision import Precision
-from sb3_fp16.residuals import Behaviour, CategoricalBehaviour, GaussianBehaviour, behaviour_of, gaussian_log_prob
+from sb3_fp16.residuals import Behaviour, GaussianBehaviour, LogitsBehaviour, behaviour_of
 from sb3_fp16.rounding import check_finite
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -20,7 +20,7 @@ class Minibatch(NamedTuple):
     """
     Samples of a rollout; the first six fields are SB3's.
 
-    :param observations: shape (batch, \\*obs)
+    :param observations: shape (batch, \\*obs), or a dictionary of such
     :param actions: shape (batch, \\*action), FP32, as SB3 gives them
     :param old_values: V of the behaviour policy, shape (batch,)
     :param old_log_prob: FP32 log π₀(a|s), shape (batch,); None where ``behaviour`` takes its place
@@ -30,7 +30,7 @@ class Minibatch(NamedTuple):
     :param correction: c, what storage changed in log π₀(a|s) (paper Sec. 3.2), shape (batch,); None where it is 0
     """
 
-    observations: Tensor
+    observations: Any
     actions: Tensor
     old_values: Tensor
     old_log_prob: Tensor | None
@@ -52,6 +52,8 @@ class RolloutBufferFP16(RolloutBuffer):
     :param precision: number format and protections, a preset's name or a ``Precision``
     """
 
+    observations: Any
+    """An array, or one per key of a dictionary observation."""
     behaviour: tuple[Array, ...] | None
     """Parameters of the behaviour policy, arrays in the order of its ``Behaviour``; made at the first step."""
     log_probs: Array | None  # type: ignore[assignment]
@@ -68,7 +70,13 @@ class RolloutBufferFP16(RolloutBuffer):
     def reset(self) -> None:
         """Empty the buffer."""
         steps, kind = (self.buffer_size, self.n_envs), self.precision.numpy_dtype
-        self.observations = np.zeros((*steps, *self.obs_shape), dtype=self._storage_dtype(self.observation_space))
+        if isinstance(self.observation_space, spaces.Dict):
+            self.observations = {
+                key: np.zeros((*steps, *cast(Any, self.obs_shape)[key]), dtype=self._storage_dtype(space))
+                for key, space in self.observation_space.spaces.items()
+            }
+        else:
+            self.observations = np.zeros((*steps, *self.obs_shape), dtype=self._storage_dtype(self.observation_space))
         self.actions = np.zeros((*steps, self.action_dim), dtype=self._storage_dtype(self.action_space))
         self.rewards, self.values, self.advantages, self.returns = (np.zeros(steps, dtype=kind) for _ in range(4))
         self.episode_starts = np.zeros(steps, dtype=bool)
@@ -81,12 +89,12 @@ class RolloutBufferFP16(RolloutBuffer):
         return np.dtype(self.precision.numpy_dtype) if dtype.kind == "f" else dtype
 
     def add(
-        self, obs: Array, action: Array, reward: Array, episode_start: Array, value: Tensor, log_prob: Tensor
+        self, obs: Any, action: Array, reward: Array, episode_start: Array, value: Tensor, log_prob: Tensor
     ) -> None:
         """
         Store one step of all environments.
 
-        :param obs: shape (envs, \\*obs)
+        :param obs: shape (envs, \\*obs), or a dictionary of such
         :param action: as executed, shape (envs, \\*action)
         :param reward: shape (envs,)
         :param episode_start: shape (envs,)
@@ -94,54 +102,52 @@ class RolloutBufferFP16(RolloutBuffer):
         :param log_prob: shape (envs,); may carry the behaviour policy's parameters
         :raises ValueError: for an observation, action or reward that is not finite, naming its environment
         """
-        behaviour = behaviour_of(log_prob)
+        behaviour, correction = behaviour_of(log_prob)
         if self.pos == 0:
-            self._allocate(behaviour)
-        self._store("observations", obs)
-        self._store("actions", action)
-        self._store("rewards", reward)
-        self._store("values", value.detach().cpu().numpy())
+            self._allocate(behaviour, correction)
+        if isinstance(self.observations, dict):
+            for key, array in self.observations.items():
+                self._store(array, obs[key], "observations", f"observation[{key!r}]")
+        else:
+            self._store(self.observations, obs, "observations")
+        self._store(self.actions, action, "actions")
+        self._store(self.rewards, reward, "rewards")
+        self._store(self.values, _numpy(value), "values")
         self.episode_starts[self.pos] = episode_start
         if self.log_probs is not None:
-            self.log_probs[self.pos] = log_prob.detach().cpu().numpy().flatten()
+            self.log_probs[self.pos] = _numpy(log_prob).flatten()
         if self.behaviour is not None and behaviour is not None:
-            self.behaviour[0][self.pos] = behaviour[0].detach().cpu().numpy()
-        if self.corrections is not None:
-            self.corrections[self.pos] = self._correction(log_prob)
+            for array, parameter in zip(self.behaviour, behaviour, strict=True):
+                if array.ndim == 3:
+                    array[self.pos] = _numpy(parameter)
+        if self.corrections is not None and correction is not None:
+            self.corrections[self.pos] = _numpy(correction)
         self.pos += 1
         self.full = self.pos == self.buffer_size
 
-    def _allocate(self, behaviour: Behaviour | None) -> None:
+    def _allocate(self, behaviour: Behaviour | None, correction: Tensor | None) -> None:
         """Make room for what describes the behaviour policy of this rollout."""
         steps, kind = (self.buffer_size, self.n_envs), self.precision.numpy_dtype
         if behaviour is None:
             self.log_probs = np.zeros(steps, dtype=np.float32)
             return
-        per_step = np.zeros((*steps, behaviour[0].shape[1]), dtype=kind)
-        # PPO's log_std does not depend on the state, so one copy serves the whole rollout.
-        self.behaviour = (per_step, *(shared.detach().cpu().numpy().astype(kind) for shared in behaviour[1:]))
-        if isinstance(behaviour, GaussianBehaviour) and not self.precision.round_actions:
+        # A Gaussian's log_std that does not depend on the state is the same for the whole rollout: one copy serves.
+        self.behaviour = tuple(
+            np.zeros((*steps, x.shape[1]), dtype=kind) if x.ndim == 2 else _numpy(x).astype(kind) for x in behaviour
+        )
+        if correction is not None:
             self.corrections = np.zeros(steps, dtype=kind)
 
-    def _correction(self, log_prob: Tensor) -> Array:
-        """c = Q₁₆(L₀ − L̃₀): log-probability when sampled, less the one rebuilt from storage (paper Sec. 3.2)."""
-        assert self.behaviour is not None
-        mean, log_std = (th.from_numpy(x).float() for x in (self.behaviour[0][self.pos], self.behaviour[1]))
-        rebuilt = gaussian_log_prob(th.from_numpy(self.actions[self.pos]).float(), mean, log_std)
-        correction: Array = (log_prob.detach().cpu() - rebuilt).numpy()
-        return correction
-
-    def _store(self, name: str, values: Any) -> None:
+    def _store(self, array: Array, values: Any, kind: str, name: str | None = None) -> None:
         """Round one step of values into its array, saturating; numbers that training cannot use are refused."""
-        array: Array = getattr(self, name)
         values = np.asarray(values).reshape(array.shape[1:])
         if array.dtype.kind == "f":
             values = values.astype(np.float32)  # via FP32 like the policy's own input, so that both round alike
             limit = np.finfo(array.dtype).max
             if not np.abs(values).max() <= limit:
-                if name != "values" or np.isnan(values).any():  # a value beyond FP16 reads as infinite
-                    check_finite(th.from_numpy(values), name)
-                self.saturated[name] = self.saturated.get(name, 0) + int((np.abs(values) > limit).sum())
+                if kind != "values" or np.isnan(values).any():  # a value beyond FP16 reads as infinite
+                    check_finite(th.from_numpy(values), name or kind)
+                self.saturated[kind] = self.saturated.get(kind, 0) + int((np.abs(values) > limit).sum())
                 values = values.clip(-limit, limit)
         array[self.pos] = values
 
@@ -190,11 +196,15 @@ class RolloutBufferFP16(RolloutBuffer):
 
         behaviour: Behaviour | None = None
         if self.behaviour is not None:
-            per_step, *shared = self.behaviour
-            kind = GaussianBehaviour if shared else CategoricalBehaviour
-            behaviour = kind(gather(per_step), *(self.to_torch(array, copy=False) for array in shared))
+            kind = GaussianBehaviour if len(self.behaviour) == 2 else LogitsBehaviour
+            behaviour = kind(*(gather(x) if x.ndim == 3 else self.to_torch(x, copy=False) for x in self.behaviour))
+        observations: Any = self.observations
+        if isinstance(observations, dict):
+            observations = {key: gather(array) for key, array in observations.items()}
+        else:
+            observations = gather(observations)
         return Minibatch(
-            observations=gather(self.observations),
+            observations=observations,
             actions=gather(self.actions).float(),
             old_values=gather(self.values),
             old_log_prob=None if self.log_probs is None else gather(self.log_probs),
@@ -206,7 +216,16 @@ class RolloutBufferFP16(RolloutBuffer):
 
     def arrays(self) -> dict[str, Array]:
         """All arrays of the rollout by name, for accounting."""
-        names = ("observations", "actions", "rewards", "episode_starts", "values", "advantages", "returns")
-        found = {name: getattr(self, name) for name in (*names, "log_probs", "corrections")}
-        stored = {name: array for name, array in found.items() if array is not None}
-        return stored | {f"behaviour {i}": array for i, array in enumerate(self.behaviour or ())}
+        names = ("actions", "rewards", "episode_starts", "values", "advantages", "returns", "log_probs", "corrections")
+        found = {name: getattr(self, name) for name in names}
+        if isinstance(self.observations, dict):
+            found |= {f"observations {key}": array for key, array in self.observations.items()}
+        else:
+            found["observations"] = self.observations
+        found |= {f"behaviour {i}": array for i, array in enumerate(self.behaviour or ())}
+        return {name: array for name, array in found.items() if array is not None}
+
+
+def _numpy(tensor: Tensor) -> Array:
+    array: Array = tensor.detach().cpu().numpy()
+    return array

@@ -12,155 +12,23 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.distributions import CategoricalDistribution, DiagGaussianDistribution, Distribution
-from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.common.policies import (
+    ActorCriticCnnPolicy,
+    ActorCriticPolicy,
+    BasePolicy,
+    MultiInputActorCriticPolicy,
+)
 from stable_baselines3.common.preprocessing import preprocess_obs
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, MlpExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import Tensor, nn
 
+from sb3_fp16.distributions import ResidualDistribution, with_residuals
+from sb3_fp16.layers import store_in
 from sb3_fp16.precision import Precision
-from sb3_fp16.residuals import (
-    LOG_SQRT_2PI,
-    MAX_STORED_LOGITS,
-    Behaviour,
-    CategoricalBehaviour,
-    GaussianBehaviour,
-    attach_behaviour,
-    categorical_log_ratio,
-    gaussian_log_prob,
-    gaussian_log_ratio,
-)
+from sb3_fp16.residuals import MAX_STORED_LOGITS, attach_behaviour
 from sb3_fp16.rounding import check_finite, saturate
 from sb3_fp16.sharp import SHARP
-
-# torch evaluates these in FP32 and rounds once, also for 16-bit tensors.
-_PASS_THROUGH = (
-    nn.Tanh, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Flatten, nn.Identity, nn.Sequential,
-)  # fmt: skip
-
-
-class _StorageLeaf(nn.Module):
-    """A layer that computes in FP32 on 16-bit parameters and rounds what it returns."""
-
-    original: type[nn.Module]
-    dtype: th.dtype
-    is_head: bool
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        stored = self._parameters
-        self._parameters = {name: _upcast(parameter) for name, parameter in stored.items()}
-        try:
-            output = super().forward(*map(_upcast, inputs), **{name: _upcast(value) for name, value in kwargs.items()})
-        finally:
-            self._parameters = stored
-        return self._round(output)
-
-    def _round(self, output: Any) -> Any:
-        if isinstance(output, (tuple, list)):
-            return type(output)(map(self._round, output))
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output
-        rounded = output.to(self.dtype)
-        return rounded.float() if self.is_head else rounded
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _new_leaf, (self.original, self.dtype, self.is_head), self.__dict__
-
-
-def _upcast(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-@cache
-def _leaf_class(original: type[nn.Module], dtype: th.dtype, is_head: bool) -> type[nn.Module]:
-    attributes = {"original": original, "dtype": dtype, "is_head": is_head, "__module__": original.__module__}
-    return type(original.__name__, (_StorageLeaf, original), attributes)
-
-
-def _new_leaf(original: type[nn.Module], dtype: th.dtype, is_head: bool) -> nn.Module:
-    """Rebuild a copied or unpickled leaf."""
-    leaf = _leaf_class(original, dtype, is_head)  # type: ignore[arg-type]
-    return leaf.__new__(leaf)
-
-
-class DiagGaussianFP16(DiagGaussianDistribution):
-    """
-    Diagonal Gaussian whose parameters are stored in 16 bits and evaluated in FP32.
-
-    :param action_dim: number of action dimensions
-    :param precision: rounds sampled actions to storage where ``round_actions`` is set
-    """
-
-    def __init__(self, action_dim: int, precision: Precision) -> None:
-        super().__init__(action_dim)
-        self.precision = precision
-
-    def proba_distribution(self, mean_actions: Tensor, log_std: Tensor) -> "DiagGaussianFP16":
-        """
-        Set the parameters.
-
-        :param mean_actions: μ, shape (batch, dims)
-        :param log_std: l, shape (dims,)
-        """
-        self.mean, self.log_std = mean_actions.float(), log_std.float()
-        # Not validated: a NaN in training must reach the gradients, where the step is skipped.
-        std = self.log_std.exp().expand_as(self.mean)
-        self.distribution = th.distributions.Normal(self.mean, std, validate_args=False)
-        return self
-
-    def sample(self) -> Tensor:
-        """Actions a = μ + e^l·ε, rounded to storage if that is how they are executed."""
-        actions = super().sample()
-        if self.precision.round_actions:
-            actions = saturate(actions, self.precision.dtype).to(self.precision.dtype).float()
-        return actions
-
-    def log_prob(self, actions: Tensor) -> Tensor:
-        """Σ log p, FP32, shape (batch,)."""
-        return gaussian_log_prob(actions, self.mean, self.log_std)
-
-    def entropy(self) -> Tensor:
-        """Σ l + ½ log 2πe, FP32, shape (batch,)."""
-        return (self.log_std + (0.5 + LOG_SQRT_2PI)).sum(dim=-1).expand(len(self.mean))
-
-    behaviour_size = 0  # a mean per action dimension is no more than the action itself
-
-    def behaviour(self) -> Behaviour:
-        """Parameters for the rollout."""
-        return GaussianBehaviour(self.mean, self.log_std)
-
-    def log_ratio(self, actions: Tensor, behaviour: Behaviour) -> Tensor:
-        """d̃ to a behaviour policy, FP32, shape (batch,)."""
-        two_sum = self.precision.log_ratio == "residual-twosum"
-        return gaussian_log_ratio(self.mean, self.log_std, actions, GaussianBehaviour(*behaviour), two_sum)
-
-
-class CategoricalFP16(CategoricalDistribution):
-    """Categorical distribution over 16-bit logits, evaluated in FP32."""
-
-    def proba_distribution(self, action_logits: Tensor) -> "CategoricalFP16":
-        """
-        Set the parameters.
-
-        :param action_logits: shape (batch, choices)
-        """
-        self.logits = action_logits.float()
-        self.distribution = th.distributions.Categorical(logits=self.logits, validate_args=False)
-        return self
-
-    @property
-    def behaviour_size(self) -> int:
-        """Numbers per step that describe the behaviour policy."""
-        return self.action_dim
-
-    def behaviour(self) -> Behaviour:
-        """Parameters for the rollout."""
-        return CategoricalBehaviour(self.logits)
-
-    def log_ratio(self, actions: Tensor, behaviour: Behaviour) -> Tensor:
-        """d to a behaviour policy, FP32, shape (batch,)."""
-        return categorical_log_ratio(self.logits, actions.flatten(), CategoricalBehaviour(*behaviour))
 
 
 class _StorageObservations(BasePolicy):
@@ -208,9 +76,6 @@ def _warn_saturated(name: str, precision: Precision) -> None:
     warnings.warn(f"{name} exceeds ±{limit:g} and saturates in {precision.storage}; use VecNormalize.", stacklevel=2)
 
 
-ResidualDistribution = DiagGaussianFP16 | CategoricalFP16
-
-
 class Evaluation(NamedTuple):
     """
     A policy on a minibatch, as an update needs it.
@@ -240,28 +105,13 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
     def _build(self, lr_schedule: Schedule) -> None:
         """Build SB3's networks in FP32, as orthogonal initialisation has no half kernel on CPUs, then store them."""
         if self.precision.storage != "fp32" or self.precision.log_ratio != "absolute":
-            self.action_dist = self._with_residuals(self.action_dist)
+            self.action_dist = with_residuals(self.action_dist, self.precision)
         self.absolute_because = self._why_absolute()
         super()._build(lr_schedule)
         if self.precision.storage != "fp32":
-            self._to_16_bits()
+            store_in(self.precision.dtype, self, heads=(self.action_net, self.value_net))
         if self.precision.optimizer == "sharp" and self.optimizer_class in (th.optim.Adam, SHARP):
             self.optimizer = self._make_sharp(lr_schedule(1))
-
-    def _with_residuals(self, distribution: Distribution) -> Distribution:
-        if type(distribution) is DiagGaussianDistribution:
-            return DiagGaussianFP16(distribution.action_dim, self.precision)
-        if type(distribution) is CategoricalDistribution:
-            return CategoricalFP16(distribution.action_dim)
-        return distribution
-
-    def _to_16_bits(self) -> None:
-        for parameter in self.parameters():
-            parameter.data = saturate(parameter.data, self.precision.dtype).to(self.precision.dtype)
-        for module in self.modules():
-            if not list(module.children()) and not isinstance(module, _PASS_THROUGH):
-                is_head = module in (self.action_net, self.value_net)
-                module.__class__ = _leaf_class(type(module), self.precision.dtype, is_head)  # type: ignore[arg-type]
 
     def _make_sharp(self, lr: float) -> SHARP:
         """SHARP as the precision asks for: fine-grained heads (paper Sec. 3.3), their own rules for inputs and l."""
@@ -310,16 +160,16 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
 
     @property
     def overridden(self) -> list[str]:
-        """Methods through which a user's subclass may define another policy than SB3's networks and distributions."""
+        """Methods through which a user's class may define another policy than SB3's networks and distributions."""
         names = ("forward", "evaluate_actions", "_get_action_dist_from_latent")
-        return [name for name in names if getattr(type(self), name) is not getattr(ActorCriticPolicyFP16, name)]
+        return [name for name in names if _defined_by_user(type(self), name)]
 
     def _why_absolute(self) -> str | None:
         if self.precision.log_ratio == "absolute":
             return f"precision {self.precision.name} asks for it"
         if self.overridden:
             return f"{type(self).__name__} overrides {', '.join(self.overridden)}"
-        if not isinstance(self.action_dist, (DiagGaussianFP16, CategoricalFP16)):
+        if not isinstance(self.action_dist, ResidualDistribution):
             return f"{type(self.action_dist).__name__} has no residual form"
         if self.action_dist.behaviour_size > MAX_STORED_LOGITS:
             return f"{self.action_dist.behaviour_size} logits per step are too many to store"
@@ -337,7 +187,9 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         actions, values, log_prob = super().forward(obs, deterministic)
         check_finite(actions, "the policy's action")
         if self.absolute_because is None:
-            attach_behaviour(log_prob, cast(ResidualDistribution, self.action_dist).behaviour())
+            distribution = cast(ResidualDistribution, self.action_dist)
+            correction = distribution.correction(actions.flatten(1), log_prob) if actions.ndim > 1 else None
+            attach_behaviour(log_prob, distribution.behaviour(), correction)
         return actions, saturate(values.float(), self.precision.dtype), log_prob
 
     def predict_values(self, obs: PyTorchObs) -> Tensor:
@@ -385,6 +237,12 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         return {**super()._get_constructor_parameters(), "precision": self.precision.to_dict()}
 
 
+def _defined_by_user(policy_class: type, name: str) -> bool:
+    """Whether a method of a half-precision policy comes from neither SB3 nor this package."""
+    owners = (cls for cls in policy_class.__mro__ if name in vars(cls) and cls is not HalfPrecisionPolicy)
+    return next(owners) is not ActorCriticPolicy
+
+
 class ActorCriticPolicyFP16(HalfPrecisionPolicy, ActorCriticPolicy, _StorageObservations):  # type: ignore[misc]
     """
     SB3's ``ActorCriticPolicy`` (``MlpPolicy``) in half precision.
@@ -393,3 +251,50 @@ class ActorCriticPolicyFP16(HalfPrecisionPolicy, ActorCriticPolicy, _StorageObse
 
     :param precision: number format and protections, a preset's name or a ``Precision``
     """
+
+
+class ActorCriticCnnPolicyFP16(HalfPrecisionPolicy, ActorCriticCnnPolicy, _StorageObservations):  # type: ignore[misc]
+    """
+    SB3's ``ActorCriticCnnPolicy`` (``CnnPolicy``) in half precision.
+
+    Takes all of its arguments, and:
+
+    :param precision: number format and protections, a preset's name or a ``Precision``
+    """
+
+
+class MultiInputActorCriticPolicyFP16(  # type: ignore[misc]
+    HalfPrecisionPolicy, MultiInputActorCriticPolicy, _StorageObservations
+):
+    """
+    SB3's ``MultiInputActorCriticPolicy`` (``MultiInputPolicy``) in half precision.
+
+    Takes all of its arguments, and:
+
+    :param precision: number format and protections, a preset's name or a ``Precision``
+    """
+
+
+_OF_SB3: dict[type[BasePolicy], type[HalfPrecisionPolicy]] = {
+    ActorCriticPolicy: ActorCriticPolicyFP16,
+    ActorCriticCnnPolicy: ActorCriticCnnPolicyFP16,
+    MultiInputActorCriticPolicy: MultiInputActorCriticPolicyFP16,
+}
+
+
+@cache
+def half_precision(policy_class: type[BasePolicy]) -> type[HalfPrecisionPolicy]:
+    """
+    The half-precision form of an actor-critic policy class, a user's own included.
+
+    :param policy_class: derived from SB3's ``ActorCriticPolicy``
+    :raises ValueError: for any other class
+    """
+    if issubclass(policy_class, HalfPrecisionPolicy):
+        return policy_class
+    if policy_class in _OF_SB3:
+        return _OF_SB3[policy_class]
+    if not issubclass(policy_class, ActorCriticPolicy):
+        raise ValueError(f"{policy_class.__name__} is no actor-critic policy; derive it from ActorCriticPolicy.")
+    bases = (HalfPrecisionPolicy, policy_class, _StorageObservations)
+    return type(f"{policy_class.__name__}FP16", bases, {"__module__": policy_class.__module__})

@@ -2,17 +2,19 @@
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch as th
+from gymnasium import spaces
 from stable_baselines3 import PPO
-from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
 
 from sb3_fp16.buffers import RolloutBufferFP16
 from sb3_fp16.engines import Engine, UpdateSettings, UpdateStats, select_engine
-from sb3_fp16.policies import ActorCriticPolicyFP16, HalfPrecisionPolicy
+from sb3_fp16.policies import ActorCriticPolicyFP16, HalfPrecisionPolicy, half_precision
 from sb3_fp16.precision import Precision, PrecisionReport, ReportRow
 from sb3_fp16.scalars import explained_variance
 from sb3_fp16.sharp import SHARP, state_scale_for
@@ -30,8 +32,7 @@ class PPOFP16(PPO):
     :raises ValueError: for an unknown precision, naming the valid ones
     """
 
-    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {"MlpPolicy": ActorCriticPolicyFP16}
-    policy: ActorCriticPolicyFP16
+    policy: HalfPrecisionPolicy
 
     def __init__(
         self,
@@ -45,25 +46,22 @@ class PPOFP16(PPO):
         super().__init__(policy, env, *args, **kwargs)
 
     def _setup_model(self) -> None:
-        if self.policy_class is ActorCriticPolicy:
-            self.policy_class = ActorCriticPolicyFP16
-        if not issubclass(self.policy_class, HalfPrecisionPolicy):
-            raise ValueError(
-                f"{self.policy_class.__name__} has no half-precision form; derive it from ActorCriticPolicyFP16."
-            )
         if "precision" in self.policy_kwargs or "precision" in self.rollout_buffer_kwargs:
             raise ValueError("Pass precision to PPOFP16 itself; policy and rollout buffer follow it.")
-        if self.rollout_buffer_class is None:
-            self.rollout_buffer_class = RolloutBufferFP16
-        # The precision reaches policy and buffer without becoming one of the user's own keyword arguments.
-        given = self.policy_kwargs, self.rollout_buffer_kwargs
+        given = {name: getattr(self, name) for name in ("policy_class", "policy_kwargs", "rollout_buffer_kwargs")}
+        # SB3 builds the half-precision forms, but what the user gave stays in place: a saved model names SB3's classes.
+        self.policy_class = half_precision(self.policy_class)
         self.policy_kwargs = {**self.policy_kwargs, "precision": self.precision}
-        if issubclass(self.rollout_buffer_class, RolloutBufferFP16):
+        stock_buffer = DictRolloutBuffer if isinstance(self.observation_space, spaces.Dict) else RolloutBuffer
+        given["rollout_buffer_class"] = self.rollout_buffer_class or stock_buffer
+        if given["rollout_buffer_class"] in (RolloutBuffer, DictRolloutBuffer):
+            self.rollout_buffer_class = RolloutBufferFP16
+        if issubclass(cast(type[RolloutBuffer], self.rollout_buffer_class), RolloutBufferFP16):
             self.rollout_buffer_kwargs = {**self.rollout_buffer_kwargs, "precision": self.precision}
         try:
             super()._setup_model()
         finally:
-            self.policy_kwargs, self.rollout_buffer_kwargs = given
+            vars(self).update(given)
         if isinstance(self.policy.optimizer, SHARP):
             for group in self.policy.optimizer.param_groups:
                 group["state_scale"] = state_scale_for(self.max_grad_norm)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch as th
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 MAX_STORED_LOGITS = 256
@@ -31,20 +32,20 @@ class GaussianBehaviour(NamedTuple):
     log_std: Tensor
 
 
-class CategoricalBehaviour(NamedTuple):
+class LogitsBehaviour(NamedTuple):
     """
-    Behaviour policy of one categorical distribution.
+    Behaviour policy over discrete actions.
 
-    :param logits: unnormalised, shape (batch, choices)
+    :param logits: unnormalised, shape (batch, choices), heads side by side
     """
 
     logits: Tensor
 
 
-Behaviour = GaussianBehaviour | CategoricalBehaviour
+Behaviour = GaussianBehaviour | LogitsBehaviour
 
 
-def attach_behaviour(log_prob: Tensor, behaviour: Behaviour) -> None:
+def attach_behaviour(log_prob: Tensor, behaviour: Behaviour, correction: Tensor | None = None) -> None:
     """
     Let the log-probability of an action carry the parameters it was sampled with.
 
@@ -52,17 +53,18 @@ def attach_behaviour(log_prob: Tensor, behaviour: Behaviour) -> None:
 
     :param log_prob: of the sampled actions, shape (envs,)
     :param behaviour: parameters of the policy that sampled them
+    :param correction: c (paper Sec. 3.2), shape (envs,); None where it is 0
     """
-    log_prob.behaviour = behaviour  # type: ignore[attr-defined]
+    log_prob.behaviour = behaviour, correction  # type: ignore[attr-defined]
 
 
-def behaviour_of(log_prob: Tensor) -> Behaviour | None:
+def behaviour_of(log_prob: Tensor) -> tuple[Behaviour | None, Tensor | None]:
     """
-    Parameters that ``attach_behaviour`` attached, if any.
+    Parameters and correction that ``attach_behaviour`` attached, if any.
 
     :param log_prob: as it reached the rollout buffer
     """
-    return getattr(log_prob, "behaviour", None)
+    return getattr(log_prob, "behaviour", (None, None))
 
 
 def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
@@ -162,7 +164,7 @@ def _log_density_change_fp16(mean: Tensor, log_std: Tensor, actions: Tensor, mea
     return d.float().sum(dim=-1) + low.float().sum(dim=-1)
 
 
-def categorical_log_ratio(logits: Tensor, actions: Tensor, behaviour: CategoricalBehaviour) -> Tensor:
+def categorical_log_ratio(logits: Tensor, actions: Tensor, logits0: Tensor) -> Tensor:
     """
     d of one categorical distribution, differentiable in ``logits``.
 
@@ -171,11 +173,11 @@ def categorical_log_ratio(logits: Tensor, actions: Tensor, behaviour: Categorica
 
     :param logits: FP32, shape (batch, choices)
     :param actions: integers, shape (batch,)
-    :param behaviour: logits₀ as stored
+    :param logits0: as stored, shape (batch, choices)
     :return: FP32, shape (batch,)
     """
     result: Tensor = _CategoricalLogRatio.apply(  # type: ignore[no-untyped-call]
-        logits, actions.long(), behaviour.logits.float()
+        logits, actions.long(), logits0.float()
     )
     return result
 
@@ -200,6 +202,43 @@ class _CategoricalLogRatio(th.autograd.Function):
         gradient = -logits.softmax(dim=1)
         gradient.scatter_add_(1, actions.unsqueeze(1), th.ones_like(gradient[:, :1]))
         return gradient * gradients[0].unsqueeze(1), None, None
+
+
+def bernoulli_log_ratio(logits: Tensor, actions: Tensor, logits0: Tensor) -> Tensor:
+    """
+    d of independent Bernoulli variables, differentiable in ``logits``.
+
+    With u = (2a − 1)·logit:  d = Σ −log1p(σ(−u₀)·expm1(−Δu)). Where −Δu or d exceeds 10, the difference of absolute
+    log-probabilities.
+
+    :param logits: FP32, shape (batch, dims)
+    :param actions: 0 or 1, shape (batch, dims)
+    :param logits0: as stored, shape (batch, dims)
+    :return: FP32, shape (batch,)
+    """
+    result: Tensor = _BernoulliLogRatio.apply(  # type: ignore[no-untyped-call]
+        logits, actions.float(), logits0.float()
+    )
+    return result
+
+
+class _BernoulliLogRatio(th.autograd.Function):
+    """Backward in closed form: ∂d/∂logit = a − σ(logit)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, actions: Tensor, logits0: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, actions)
+        sign = 2 * actions - 1
+        u, u0 = sign * logits, sign * logits0
+        shrink = u0 - u
+        near = -th.log1p(th.sigmoid(-u0) * th.expm1(shrink.clamp_max(_LARGEST_LOGIT_CHANGE)))
+        far = logsigmoid(u) - logsigmoid(u0)
+        return th.where((shrink > _LARGEST_LOGIT_CHANGE) | (near > _LARGEST_LOGIT_CHANGE), far, near).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logits, actions = ctx.saved_tensors
+        return (actions - th.sigmoid(logits)) * gradients[0].unsqueeze(1), None, None
 
 
 def log_ratio_bounds(clip_range: float) -> tuple[float, float]:

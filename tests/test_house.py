@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "sb3_fp16"
 ROWS = (
     {"rounding", "precision"},
     {"scalars", "residuals", "sharp"},
-    {"buffers", "policies"},
+    {"buffers", "layers", "distributions"},
+    {"policies"},
     {"engines", "engines.contract", "engines.eager"},
     {"ppo"},
     {"__init__"},

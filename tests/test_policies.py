@@ -80,7 +80,8 @@ def test_sampled_actions_are_what_the_rollout_stores():
     actions, values, log_prob = make()(th.randn(1000, 17))
     assert actions.dtype == values.dtype == log_prob.dtype == th.float32
     assert th.equal(actions, actions.half().float())
-    mean, log_std = behaviour_of(log_prob)
+    (mean, log_std), correction = behaviour_of(log_prob)
+    assert correction is None
     assert th.equal(mean, mean.half().float())
     assert th.equal(log_std, log_std.half().float())
     expected = th.distributions.Normal(mean.double(), log_std.double().exp()).log_prob(actions.double()).sum(1)
@@ -104,14 +105,14 @@ def test_sampling_uses_sb3s_random_numbers():
 def test_discrete_logits_travel_to_the_rollout():
     policy = make(DISCRETE)
     actions, _, log_prob = policy(th.randn(100, 17))
-    (logits,) = behaviour_of(log_prob)
+    (logits,), _ = behaviour_of(log_prob)
     assert actions.dtype == th.int64
     th.testing.assert_close(log_prob, logits.log_softmax(1).gather(1, actions[:, None])[:, 0])
 
 
 def test_many_logits_fall_back_to_the_absolute_log_ratio():
     policy = make(spaces.Discrete(257))
-    assert behaviour_of(policy(th.randn(4, 17))[2]) is None
+    assert behaviour_of(policy(th.randn(4, 17))[2]) == (None, None)
     assert "257 logits" in policy.absolute_because
 
 
@@ -123,7 +124,7 @@ def test_an_overridden_method_is_honoured_through_the_absolute_log_ratio(name):
     derived = type("Derived", (ActorCriticPolicyFP16,), {name: same})
     policy = make(cls=derived)
     assert name in policy.absolute_because
-    assert behaviour_of(policy(th.randn(4, 17))[2]) is None
+    assert behaviour_of(policy(th.randn(4, 17))[2]) == (None, None)
     assert list(policy.networks) == ["shared"]
 
 

@@ -10,6 +10,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.dqn.policies import DQNPolicy
 from torch import nn
 
 from sb3_fp16 import PPOFP16, Precision
@@ -175,11 +176,8 @@ def test_several_environments_and_stock_policy_class(toy):
 
 
 def test_unknown_policy_classes_and_double_precision_are_refused(toy):
-    class Other(ActorCriticPolicy):
-        pass
-
-    with pytest.raises(ValueError, match="derive it from ActorCriticPolicyFP16"):
-        PPOFP16(Other, toy(), device="cpu")
+    with pytest.raises(ValueError, match="derive it from ActorCriticPolicy"):
+        PPOFP16(DQNPolicy, toy(), device="cpu")
     with pytest.raises(ValueError, match="precision"):
         PPOFP16("MlpPolicy", toy(), device="cpu", policy_kwargs={"precision": "paper"})
 

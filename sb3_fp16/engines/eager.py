@@ -126,7 +126,8 @@ class EagerEngine:
             d = distribution.log_ratio(batch.actions, batch.behaviour)
             if batch.correction is not None:
                 d = d - batch.correction.float()
-            return d, values, distribution.entropy()
+            entropy = distribution.entropy()
+            return d, values, -distribution.log_prob(batch.actions) if entropy is None else entropy
         actions = batch.actions
         if isinstance(self.policy.action_space, spaces.Discrete):
             actions = actions.long().flatten()
