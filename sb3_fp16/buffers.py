@@ -1,5 +1,6 @@
 """The rollout in 16 bits, and generalized advantage estimation with one FP32 recurrence state per environment."""
 
+import math
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -63,9 +64,12 @@ class RolloutBufferFP16(RolloutBuffer):
 
     def __init__(self, *args: Any, precision: str | Precision | Mapping[str, Any] = "fp16", **kwargs: Any) -> None:
         self.precision = Precision.of(precision)
-        self.saturated = dict.fromkeys(("observations", "rewards", "values", "returns"), 0)
+        self.saturated = dict.fromkeys(("observations", "actions", "rewards", "values", "returns"), 0)
         """Values of the current rollout that exceeded the format's range and were stored at its bound."""
         super().__init__(*args, **kwargs)
+        for name in ("gamma", "gae_lambda"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r}; expected a finite number.")
 
     def reset(self) -> None:
         """Empty the buffer."""
@@ -109,17 +113,15 @@ class RolloutBufferFP16(RolloutBuffer):
             for key, array in self.observations.items():
                 self._store(array, obs[key], "observations", f"observation[{key!r}]")
         else:
-            self._store(self.observations, obs, "observations")
-        self._store(self.actions, action, "actions")
-        self._store(self.rewards, reward, "rewards")
-        self._store(self.values, _numpy(value), "values")
+            self._store(self.observations, obs, "observations", "observation")
+        self._store(self.actions, action, "actions", "action")
+        self._store(self.rewards, reward, "rewards", "reward")
+        self._store(self.values, _numpy(value), "values", "value")
         self.episode_starts[self.pos] = episode_start
         if self.log_probs is not None:
             self.log_probs[self.pos] = _numpy(log_prob).flatten()
         if self.behaviour is not None and behaviour is not None:
-            for array, parameter in zip(self.behaviour, behaviour, strict=True):
-                if array.ndim == 3:
-                    array[self.pos] = _numpy(parameter)
+            self.behaviour = tuple(map(self._store_behaviour, self.behaviour, behaviour))
         if self.corrections is not None and correction is not None:
             self.corrections[self.pos] = _numpy(correction)
         self.pos += 1
@@ -138,17 +140,28 @@ class RolloutBufferFP16(RolloutBuffer):
         if correction is not None:
             self.corrections = np.zeros(steps, dtype=kind)
 
-    def _store(self, array: Array, values: Any, kind: str, name: str | None = None) -> None:
+    def _store_behaviour(self, array: Array, parameter: Tensor) -> Array:
+        values = _numpy(parameter)
+        if array.ndim == 1 and not np.array_equal(array, values):  # a callback has changed log_std within the rollout
+            array = np.broadcast_to(array, (self.buffer_size, self.n_envs, len(array))).copy()
+        if array.ndim == 3:
+            array[self.pos] = values
+        return array
+
+    def _store(self, array: Array, values: Any, kind: str, name: str) -> None:
         """Round one step of values into its array, saturating; numbers that training cannot use are refused."""
-        values = np.asarray(values).reshape(array.shape[1:])
-        if array.dtype.kind == "f":
-            values = values.astype(np.float32)  # via FP32 like the policy's own input, so that both round alike
-            limit = np.finfo(array.dtype).max
-            if not np.abs(values).max() <= limit:
-                if kind != "values" or np.isnan(values).any():  # a value beyond FP16 reads as infinite
-                    check_finite(th.from_numpy(values), name or kind)
-                self.saturated[kind] = self.saturated.get(kind, 0) + int((np.abs(values) > limit).sum())
-                values = values.clip(-limit, limit)
+        given = np.asarray(values).reshape(array.shape[1:])
+        if array.dtype.kind != "f":
+            array[self.pos] = given
+            return
+        with np.errstate(over="ignore"):
+            values = given.astype(np.float32)  # via FP32 like the policy's own input, so that both round alike
+        limit = np.finfo(array.dtype).max
+        if not np.abs(values).max() < limit:
+            if kind != "values" or np.isnan(given).any():  # a value beyond FP16 reads as infinite
+                check_finite(th.from_numpy(given), name)
+            self.saturated[kind] += int((np.abs(values) >= limit).sum())
+            values = values.clip(-limit, limit)
         array[self.pos] = values
 
     def compute_returns_and_advantage(self, last_values: Tensor, dones: Array) -> None:

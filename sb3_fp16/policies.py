@@ -1,17 +1,13 @@
-"""Half-precision actor-critic policies: SB3's own, with 16-bit parameters, activations and backward signals.
-
-A matrix product, and any other layer, runs in FP32 on upcast inputs and weights; its output and its gradients are
-rounded once. (On CPUs torch's half products are ten times slower than FP32.) Distributions see FP32 parameters that
-hold 16-bit values.
-"""
+"""Half-precision actor-critic policies: SB3's own, with 16-bit parameters, activations and backward signals."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch as th
+from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
@@ -40,6 +36,7 @@ class _StorageObservations(BasePolicy):
     """
 
     precision: Precision
+    _saturation_warned: set[str]
 
     def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor) -> Tensor:
         """
@@ -51,29 +48,28 @@ class _StorageObservations(BasePolicy):
         """
         observations = preprocess_obs(obs, self.observation_space, normalize_images=self.normalize_images)
         if isinstance(observations, dict):
+            given = cast(dict[str, Tensor], obs)
             observations = {
-                key: self._to_storage(value, f"observation[{key!r}]") for key, value in observations.items()
+                key: self._to_storage(part, given[key], f"observation[{key!r}]") for key, part in observations.items()
             }
         else:
-            observations = self._to_storage(observations, "observation")
+            observations = self._to_storage(observations, cast(Tensor, obs), "observation")
         features: Tensor = features_extractor(observations)
         return features
 
-    def _to_storage(self, observations: Tensor, name: str) -> Tensor:
-        """
-        :raises ValueError: for a NaN or infinite observation, outside training minibatches
-        """
-        if not self.training:  # minibatches come from the rollout, which was checked when it was filled
-            check_finite(observations, name)
-            if observations.abs().max() > th.finfo(self.precision.dtype).max:
-                _warn_saturated(name, self.precision)
+    def _to_storage(self, observations: Tensor, given: Tensor, name: str) -> Tensor:
+        """:raises ValueError: for NaN and infinity, outside minibatches: these were checked when they were stored"""
+        if not self.training:
+            check_finite(given, name)
+            self._warn_if_saturated(observations, name)
         return saturate(observations, self.precision.dtype).to(self.precision.dtype)
 
-
-@cache  # once per observation
-def _warn_saturated(name: str, precision: Precision) -> None:
-    limit = th.finfo(precision.dtype).max
-    warnings.warn(f"{name} exceeds ±{limit:g} and saturates in {precision.storage}; use VecNormalize.", stacklevel=2)
+    def _warn_if_saturated(self, observations: Tensor, name: str) -> None:
+        limit = th.finfo(self.precision.dtype).max
+        if name not in self._saturation_warned and observations.abs().max() > limit:
+            self._saturation_warned.add(name)
+            storage = self.precision.storage
+            warnings.warn(f"{name} exceeds ±{limit:g} and saturates in {storage}; use VecNormalize.", stacklevel=2)
 
 
 class Evaluation(NamedTuple):
@@ -100,6 +96,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
 
     def __init__(self, *args: Any, precision: str | Precision | Mapping[str, Any] = "fp16", **kwargs: Any) -> None:
         self.precision = Precision.of(precision)
+        self._saturation_warned: set[str] = set()
         super().__init__(*args, **kwargs)
 
     def _build(self, lr_schedule: Schedule) -> None:
@@ -107,13 +104,15 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         if self.precision.storage != "fp32" or self.precision.log_ratio != "absolute":
             self.action_dist = with_residuals(self.action_dist, self.precision)
         self.absolute_because = self._why_absolute()
+        optimizer_class = self.optimizer_class
+        if self.precision.optimizer == "sharp" and optimizer_class in (th.optim.Adam, SHARP):  # Adam is SB3's default
+            self.optimizer_class = self._make_sharp  # type: ignore[assignment]
         super()._build(lr_schedule)
+        self.optimizer_class = optimizer_class
         if self.precision.storage != "fp32":
             store_in(self.precision.dtype, self, heads=(self.action_net, self.value_net))
-        if self.precision.optimizer == "sharp" and self.optimizer_class in (th.optim.Adam, SHARP):
-            self.optimizer = self._make_sharp(lr_schedule(1))
 
-    def _make_sharp(self, lr: float) -> SHARP:
+    def _make_sharp(self, parameters: Iterable[nn.Parameter], lr: float, **users: Any) -> SHARP:
         """SHARP as the precision asks for: fine-grained heads (paper Sec. 3.3), their own rules for inputs and l."""
         heads = {id(p) for head in (self.action_net, self.value_net) for p in head.parameters()}
         inputs = {id(p) for layer in self._input_layers() for p in layer.parameters()}
@@ -131,7 +130,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
             "state_dtype": self.precision.dtype,
             "seed": th.initial_seed() & 0xFFFFFFFF,
         }
-        return SHARP(self.parameters(), lr=lr, **{**settings, **self.optimizer_kwargs})
+        return SHARP(parameters, lr=lr, **{**settings, **users})
 
     def _input_layers(self) -> list[nn.Module]:
         """The first layer with parameters of each network that reads observations."""
@@ -185,12 +184,23 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
             parameters to the rollout buffer
         """
         actions, values, log_prob = super().forward(obs, deterministic)
-        check_finite(actions, "the policy's action")
         if self.absolute_because is None:
             distribution = cast(ResidualDistribution, self.action_dist)
             correction = distribution.correction(actions.flatten(1), log_prob) if actions.ndim > 1 else None
             attach_behaviour(log_prob, distribution.behaviour(), correction)
         return actions, saturate(values.float(), self.precision.dtype), log_prob
+
+    def _get_action_dist_from_latent(self, latent_pi: Tensor) -> Distribution:
+        """:raises ValueError: for an output that is not finite, outside minibatches: there the step is skipped"""
+        distribution = super()._get_action_dist_from_latent(latent_pi)
+        if not self.training and hasattr(distribution, "behaviour"):
+            outputs = distribution.behaviour()[0]
+            if not th.isfinite(outputs).all():
+                raise ValueError(
+                    f"The policy's activations overflow {self.precision.storage}, its output is not finite. "
+                    "Normalise observations and rewards (VecNormalize), or lower learning_rate."
+                )
+        return distribution
 
     def predict_values(self, obs: PyTorchObs) -> Tensor:
         """

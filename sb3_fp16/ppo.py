@@ -62,6 +62,7 @@ class PPOFP16(PPO):
             super()._setup_model()
         finally:
             vars(self).update(given)
+        self._update_settings()  # unusable ones are named here, not after the first rollout
         if isinstance(self.policy.optimizer, SHARP):
             for group in self.policy.optimizer.param_groups:
                 group["state_scale"] = state_scale_for(self.max_grad_norm)
@@ -77,9 +78,10 @@ class PPOFP16(PPO):
     @property
     def engine(self) -> Engine:
         """What runs the updates of the current policy."""
-        if self._engine is None or self._engine.policy is not self.policy:
-            self._engine = select_engine(self.policy, self.batch_size)
-        return self._engine
+        engine = self._engine
+        if engine is None or engine.policy is not self.policy or engine.optimizer is not self.policy.optimizer:
+            engine = self._engine = select_engine(self.policy, self.batch_size)
+        return engine
 
     def train(self) -> None:
         """

@@ -43,13 +43,14 @@ def check_finite(values: Tensor, name: str) -> None:
     Refuse NaN and infinity before they reach a policy or a rollout.
 
     :param values: one row per environment
-    :param name: what they are, for the message
-    :raises ValueError: naming the first environment whose values are not finite, and the value
+    :param name: what one of them is, for the message
+    :raises ValueError: naming the value and, where there are several, the first environment with such a value
     """
     finite = th.isfinite(values)
     if not finite.all():
         first = tuple((~finite).nonzero()[0].tolist())
-        raise ValueError(f"{name} is {float(values[first])} in environment {first[0]}; it must be finite.")
+        where = f" in environment {first[0]}" if len(values) > 1 else ""
+        raise ValueError(f"{name} is {float(values[first])}{where}; it must be finite.")
 
 
 def round_by_threshold(values: Tensor, thresholds: Tensor, dtype: th.dtype) -> Tensor:

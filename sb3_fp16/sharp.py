@@ -8,7 +8,7 @@ not once per parameter.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, cast, overload
 
@@ -44,6 +44,8 @@ _THRESHOLDED = ("stochastic", "dithered")
 _MAX_BUCKET_ELEMENTS = 1 << 22  # updated together
 _SCRATCH = 7  # FP32 numbers per element that live at once: θ, g, m, m̂, preconditioner, update, new θ
 
+_Coefficient = float | Tensor
+_Skip = Tensor | bool | None
 _Write = tuple[list[Tensor], Tensor, Tensor]  # tensors, what they hold, what they are to hold
 
 
@@ -136,20 +138,18 @@ class SHARP(th.optim.Optimizer):
             raise
 
     @overload
-    def step(self, closure: None = None, *, coefficient: float | Tensor = 1.0, skip: Tensor | None = None) -> None: ...
+    def step(self, closure: None = None, *, coefficient: _Coefficient = 1.0, skip: _Skip = None) -> None: ...
 
     @overload
-    def step(
-        self, closure: Callable[[], float], *, coefficient: float | Tensor = 1.0, skip: Tensor | None = None
-    ) -> float: ...
+    def step(self, closure: Callable[[], float], *, coefficient: _Coefficient = 1.0, skip: _Skip = None) -> float: ...
 
     @th.no_grad()
     def step(
         self,
         closure: Callable[[], float] | None = None,
         *,
-        coefficient: float | Tensor = 1.0,
-        skip: Tensor | None = None,
+        coefficient: _Coefficient = 1.0,
+        skip: _Skip = None,
     ) -> float | None:
         """
         Update every parameter that has a gradient.
@@ -164,6 +164,10 @@ class SHARP(th.optim.Optimizer):
         if closure is not None:
             with th.enable_grad():
                 loss = closure()
+        if isinstance(skip, bool):
+            if skip:
+                return loss
+            skip = None
         first_parameter = first_element = 0
         for number, group in enumerate(self.param_groups):
             for bucket in self._buckets_of(number, group, first_element):
@@ -174,6 +178,8 @@ class SHARP(th.optim.Optimizer):
 
     def _buckets_of(self, number: int, group: dict[str, Any], first_element: int) -> list["_Bucket"]:
         """Parameters of a group that are updated together, laid out anew when another set has gradients."""
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in group["params"]):
+            raise RuntimeError("SHARP does not support sparse gradients.")
         present = tuple(
             (position, parameter.device, parameter.dtype)
             for position, parameter in enumerate(group["params"])
@@ -182,6 +188,8 @@ class SHARP(th.optim.Optimizer):
         key = (first_element, present, _one_each(group, "sharing"), _one_each(group, "writeback"))
         known, buckets = self._buckets.get(number, (None, []))
         if key != known:
+            for parameter, sharing in zip(group["params"], _one_each(group, "sharing"), strict=True):
+                _check_fits(self.state.get(parameter, {}), parameter, sharing)
             buckets = [_Bucket(group, positions, first_element) for positions in _split(group, present)]
             self._buckets[number] = key, buckets
         return buckets
@@ -204,8 +212,8 @@ class SHARP(th.optim.Optimizer):
             state["step"] = th.zeros((), dtype=th.int64, device=device)
             state["first_moment"] = th.zeros(shape, dtype=dtype, device=device)
             state["root_second_moment"] = th.zeros(root_shape(shape, sharing), dtype=root_dtype, device=device)
-            if writeback in CARRIED and is_16_bit:
-                state["carry"] = th.zeros(shape, dtype=th.float32, device=device)
+        if writeback in CARRIED and parameter.dtype.itemsize == 2 and "carry" not in state:
+            state["carry"] = th.zeros(parameter.shape, dtype=th.float32, device=parameter.device)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -215,15 +223,14 @@ class SHARP(th.optim.Optimizer):
         :param state_dict: what ``state_dict`` gave
         :raises ValueError: if it is not SHARP's or does not fit the parameters; nothing has changed then
         """
-        saved = state_dict["state"]
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if any("state_scale" not in group for group in state_dict["param_groups"]):
+        saved, groups = state_dict["state"], state_dict["param_groups"]
+        if any("state_scale" not in group for group in groups):
             raise ValueError("This is the state of another optimizer than SHARP.")
-        for key, parameter in zip(keys, parameters, strict=False):
-            if key in saved and saved[key]["first_moment"].shape != parameter.shape:
-                shape = tuple(saved[key]["first_moment"].shape)
-                raise ValueError(f"Optimizer state {key} has shape {shape}, its parameter {tuple(parameter.shape)}.")
+        keys = [key for group in groups for key in group["params"]]
+        sharing = [mode for group in groups for mode in _one_each(group, "sharing")]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter, mode in zip(keys, parameters, sharing, strict=False):
+            _check_fits(saved.get(key, {}), parameter, mode)
         super().load_state_dict(state_dict)
         # torch casts state to the parameter's dtype and may alias it: put exact copies in its place.
         for key, parameter in zip(keys, parameters, strict=True):
@@ -391,7 +398,7 @@ class _Bucket:
         if decay and not group["decoupled_weight_decay"]:
             g = g + decay * theta
         m = beta1 * old_m.float() + (1 - beta1) * scale * g
-        w = (beta2 * old_w.float().square() + (1 - beta2) * (scale * self._root_mean_squares(g)).square()).sqrt()
+        w = _hypot(old_w.float(), scale * self._root_mean_squares(g), beta2)
         m_hat = m * self._spread((1 / (1 - beta1 ** t.double())).float())
         w_hat = w * self._spread_roots((1 - beta2 ** t.double()).rsqrt().float())
         update = lr * m_hat / (self._preconditioner(w_hat) + scale * group["eps"])
@@ -426,7 +433,7 @@ class _Bucket:
         result[: self.elementwise] = w_hat[: self.elementwise]
         for member in self.matrices:
             rows = w_hat[member.roots][: member.rows]
-            layer = rows.square().mean().sqrt()
+            layer = _root_mean_square(rows, dim=0)
             rows = rows.clamp(layer / ROW_CLIP, layer * ROW_CLIP)
             block = result[member.elements].view(member.rows, member.columns)
             if member.sharing == "rank1":
@@ -489,6 +496,12 @@ def _root_mean_square(block: Tensor, dim: int) -> Tensor:
     return largest.squeeze(dim) * ratios.square().mean(dim).sqrt()
 
 
+def _hypot(w: Tensor, rms: Tensor, beta2: float) -> Tensor:
+    """sqrt(β₂w² + (1 − β₂)rms²), scaled by the larger of the two as the norm is."""
+    largest = th.maximum(w, rms).clamp_min(_SMALLEST)
+    return largest * (beta2 * (w / largest).square() + (1 - beta2) * (rms / largest).square()).sqrt()
+
+
 def _overflows(values: Tensor, stored: Tensor) -> Tensor:
     """How many values saturate in the format of ``stored``."""
     return (values.abs() > th.finfo(stored.dtype).max).sum()
@@ -509,6 +522,18 @@ def _one_each(group: dict[str, Any], name: str) -> tuple[str, ...]:
     return (value,) * len(group["params"]) if isinstance(value, str) else tuple(value)
 
 
+def _check_fits(state: Mapping[str, Tensor], parameter: Tensor, sharing: str) -> None:
+    """:raises ValueError: if a state is not that of such a parameter"""
+    wanted = {"first_moment": tuple(parameter.shape), "root_second_moment": root_shape(parameter.shape, sharing)}
+    for name, shape in wanted.items():
+        found = tuple(state[name].shape) if name in state else None
+        if state and found != shape:
+            raise ValueError(
+                f"SHARP: {name} of a parameter of shape {tuple(parameter.shape)} with sharing={sharing!r} "
+                f"has shape {found}; expected {shape}. State and settings must belong together."
+            )
+
+
 def _check_group(group: dict[str, Any]) -> None:
     """:raises ValueError: for a setting outside its range, naming it and its value"""
 
@@ -517,7 +542,8 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"SHARP: {name}={group[name]!r}; expected {expected}.")
 
     lr, scale = group["lr"], group["state_scale"]
-    require(isinstance(lr, Tensor) or 0 <= lr < math.inf, "lr", "a finite number that is not negative")
+    require(0 <= float(lr) < math.inf, "lr", "a finite number that is not negative")
+    require(isinstance(group["seed"], int), "seed", "an integer")
     require(len(group["betas"]) == 2 and all(0 <= b < 1 for b in group["betas"]), "betas", "two numbers in [0, 1)")
     require(0 < group["eps"] < math.inf, "eps", "a positive number")
     require(0 <= group["weight_decay"] < math.inf, "weight_decay", "a finite number that is not negative")

@@ -5,15 +5,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.logger import Logger
 
-from sb3_fp16 import policies
-
 th.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _warn_afresh():
-    """Warnings that are given once per process are given once per test."""
-    policies._warn_saturated.cache_clear()
 
 
 class Toy(gym.Env):

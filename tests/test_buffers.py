@@ -121,7 +121,7 @@ def test_bad_input_names_itself_and_its_environment(what, bad, precision):
     buffer = RolloutBufferFP16(2, OBS, ACT, "cpu", n_envs=2, precision=precision)
     given = {"observations": np.zeros((2, 5)), "actions": np.zeros((2, 2)), "rewards": np.zeros(2)}
     given[what][1] = bad
-    with pytest.raises(ValueError, match=f"{what} is .* in environment 1"):
+    with pytest.raises(ValueError, match=f"{what.removesuffix('s')} is .* in environment 1"):
         buffer.add(*given.values(), np.zeros(2), th.zeros(2, 1), th.zeros(2))
 
 

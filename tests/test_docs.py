@@ -30,6 +30,7 @@ def test_readme_figures_of_the_stress_test():
     median = (ratios[4] + ratios[5]) / 2
     claim = f"{median:.0f} times smaller in FP16 ({ratios[0]:.0f} to {ratios[-1]:.0f} over ten seeds)"
     assert claim in " ".join(README.split())
+    assert max(float(row["residual_fp32"]) for row in rows) < 1e-8
     assert {(row["norms"], row["naive_finite"], row["ours_finite"]) for row in rows} == {("24", "0", "24")}
 
 

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -252,3 +253,60 @@ def test_layers_pickle():
     extractor, x = make().mlp_extractor, th.randn(3, 17).half()
     twin = pickle.loads(pickle.dumps(extractor))
     assert th.equal(twin.policy_net(x), extractor.policy_net(x))
+
+
+def test_threads_that_predict_leave_the_policy_as_it_is():
+    """Layers may not change themselves, even for the length of a call."""
+    policy, obs = make(), np.ones((8, 17), dtype=np.float32)
+    policy.set_training_mode(False)
+    expected = policy.predict_values(th.ones(8, 17))
+    stop, failures = threading.Event(), []
+
+    def act():
+        while not stop.is_set():
+            if not th.equal(policy.predict_values(th.as_tensor(obs)), expected):
+                failures.append("another value")
+
+    threads = [threading.Thread(target=act) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    stop.wait(1.0)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert {(type(p), p.dtype) for p in policy.parameters()} == {(nn.Parameter, th.float16)}
+
+
+@pytest.mark.parametrize("action_space", [BOX, DISCRETE])
+def test_activations_that_overflow_are_an_error_and_not_a_nan_action(action_space):
+    policy = make(action_space, activation_fn=nn.ReLU)
+    obs = np.random.default_rng(0).uniform(-6e4, 6e4, (100, 17)).astype(np.float32)
+    with th.no_grad():
+        for p in policy.parameters():
+            p *= 8
+    for call in (policy.predict, lambda x: policy(th.as_tensor(x)), lambda x: policy.get_distribution(th.as_tensor(x))):
+        policy.set_training_mode(False)
+        with pytest.raises(ValueError, match="activations overflow fp16"):
+            call(obs)
+
+
+def test_settings_of_sharp_can_be_given_without_naming_it():
+    (group,) = make(optimizer_kwargs={"writeback": "dithered", "weight_decay": 0.1}).optimizer.param_groups
+    assert (group["writeback"], group["weight_decay"]) == ("dithered", 0.1)
+
+
+def test_each_model_warns_of_its_own_large_observations():
+    for _ in range(2):
+        policy = make()
+        policy.set_training_mode(False)
+        with pytest.warns(UserWarning, match="saturates"):
+            policy.predict_values(th.full((2, 17), 1e6))
+
+
+def test_float64_observations_beyond_fp32_saturate():
+    policy = make()
+    policy.set_training_mode(False)
+    with pytest.warns(UserWarning, match="saturates"):
+        values = policy.predict_values(th.full((2, 17), 1e300, dtype=th.float64))
+    assert th.isfinite(values).all()

@@ -202,7 +202,7 @@ def test_a_nan_observation_stops_with_its_name(toy, precision):
     env = toy()
     model = PPOFP16("MlpPolicy", env, n_steps=64, seed=0, device="cpu", precision=precision)
     env.obs_scale = np.nan
-    with pytest.raises(ValueError, match="observation is nan in environment 0"):
+    with pytest.raises(ValueError, match="observation is nan"):
         model.learn(64)
 
 
@@ -258,3 +258,89 @@ def test_learns_cartpole(precision):
     model.learn(20_000)
     mean, _ = evaluate_policy(model, make_vec_env("CartPole-v1", seed=9), n_eval_episodes=10)
     assert mean > 400
+
+
+def test_values_and_actions_at_the_bound_are_counted(toy, recorder):
+    model = PPOFP16("MlpPolicy", toy(), n_steps=64, seed=0, device="cpu", policy_kwargs={"log_std_init": 12.0})
+    model.set_logger(recorder())
+    with th.no_grad():
+        model.policy.value_net.bias.fill_(65_504.0)
+        model.policy.value_net.weight.fill_(60_000.0)
+    model.train = lambda: None
+    model.learn(64)
+    buffer = model.rollout_buffer
+    for name in ("values", "actions"):
+        at_bound = int((np.abs(getattr(buffer, name)) == 65_504).sum())
+        assert at_bound > 20
+        assert buffer.saturated[name] == at_bound
+
+
+def test_a_callback_may_change_log_std_within_a_rollout(toy, recorder):
+    """The behaviour policy is the one of each step: the same KL estimate as SB3's own PPO."""
+
+    class Anneal(BaseCallback):
+        def _on_step(self):
+            with th.no_grad():
+                self.model.policy.log_std.fill_(-0.01 * (self.n_calls % 64))
+            return True
+
+    def logged_kl(cls, **kwargs):
+        settings = {"n_steps": 64, "batch_size": 64, "n_epochs": 1, "seed": 0, "device": "cpu"}
+        model = cls("MlpPolicy", toy(), **settings, **kwargs)
+        model.set_logger(recorder())
+        model.learn(64, callback=Anneal())
+        return model.logger.values["train/approx_kl"][0]
+
+    assert logged_kl(PPOFP16) == pytest.approx(logged_kl(PPO), rel=0.02)
+    assert logged_kl(PPO) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"n_epochs": 0}, "n_epochs"),
+        ({"n_epochs": 1.5}, "n_epochs"),
+        ({"max_grad_norm": None}, "max_grad_norm"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm"),
+        ({"ent_coef": float("nan")}, "ent_coef"),
+        ({"vf_coef": -1.0}, "vf_coef"),
+        ({"target_kl": -0.1}, "target_kl"),
+        ({"gamma": float("nan")}, "gamma"),
+        ({"gae_lambda": float("inf")}, "gae_lambda"),
+    ],
+)
+def test_wrong_arguments_are_named_at_once(toy, settings, named):
+    with pytest.raises(ValueError, match=named):
+        PPOFP16("MlpPolicy", toy(), device="cpu", **settings)
+
+
+@pytest.mark.parametrize("action_space", [None, spaces.Discrete(3)])
+def test_a_learning_rate_far_too_large_ends_in_a_clear_error_or_finite_parameters(toy, action_space):
+    for lr in (1.0, 1e3, 1e10):
+        model = PPOFP16("MlpPolicy", toy(action_space), learning_rate=lr, n_steps=64, n_epochs=2, seed=1, device="cpu")
+        complaint = ""
+        try:
+            model.learn(640)
+        except ValueError as error:
+            complaint = str(error)
+        assert not complaint or "learning_rate" in complaint
+        assert np.isfinite(model.policy.parameters_to_vector()).all()
+
+
+@pytest.mark.parametrize("squash", [True, False])
+def test_gsde_sees_an_unchanged_policy_before_its_first_step(toy, recorder, squash):
+    settings = {"use_sde": True, "policy_kwargs": {"squash_output": squash, "log_std_init": 1.0}}
+    model = PPOFP16("MlpPolicy", toy(), n_steps=256, batch_size=256, n_epochs=1, seed=0, device="cpu", **settings)
+    model.set_logger(recorder())
+    model.learn(256)
+    assert model.logger.values["train/approx_kl"][0] < 1e-5
+    assert model.logger.values["train/clip_fraction"][0] == 0
+
+
+def test_another_optimizer_gets_an_engine_of_its_own(toy):
+    model = PPOFP16("MlpPolicy", toy(), n_steps=64, seed=0, device="cpu").learn(64)
+    engine = model.engine
+    assert model.engine is engine
+    model.policy.optimizer = type(model.policy.optimizer)(reversed(list(model.policy.parameters())), lr=1e-3)
+    assert model.engine is not engine
+    model.learn(64)

@@ -468,6 +468,8 @@ def test_stuck_updates_are_counted():
     [
         ({"lr": -1.0}, "lr"),
         ({"lr": float("nan")}, "lr"),
+        ({"lr": th.tensor(-1.0)}, "lr"),
+        ({"seed": 1.5}, "seed"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"eps": 0.0}, "eps"),
         ({"weight_decay": -0.1}, "weight_decay"),
@@ -512,3 +514,60 @@ def test_stands_in_for_adam_under_stock_sb3():
     weight = model.policy.mlp_extractor.policy_net[2].weight
     assert model.policy.optimizer.state[weight]["first_moment"].dtype == th.float16
     assert model.policy.optimizer.state[weight]["root_second_moment"].shape == (64,)
+
+
+def test_large_gradients_stay_finite_as_in_adam():
+    for dtype in (th.float32, th.bfloat16):
+        for root in ROOT_ROUNDING:
+            params = parameters(dtype)
+            optimizer = SHARP(params, root_rounding=root)
+            for _ in range(3):
+                for p in params:
+                    p.grad = th.full_like(p, 1e30)
+                optimizer.step()
+            for p in params:
+                assert th.isfinite(p).all()
+                assert all(th.isfinite(value).all() for value in optimizer.state[p].values())
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(10, 4, sparse=True)
+    embedding(th.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        SHARP(embedding.parameters()).step()
+
+
+def test_skip_may_be_a_plain_bool():
+    params = parameters()
+    optimizer = SHARP(params, lr=0.1)
+    set_gradients(params, 0)
+    before = params[0].detach().clone()
+    optimizer.step(skip=True)
+    assert th.equal(before, params[0].detach())
+    optimizer.step(skip=False)
+    assert not th.equal(before, params[0].detach())
+
+
+def test_writeback_can_change_in_mid_run_and_sharing_cannot():
+    params = parameters(th.float16)
+    optimizer = SHARP(params, lr=0.1, writeback="nearest", sharing="row")
+    set_gradients(params, 0)
+    optimizer.step()
+    optimizer.param_groups[0]["writeback"] = "residual"
+    optimizer.step()
+    assert "carry" in optimizer.state[params[0]]
+    optimizer.param_groups[0]["sharing"] = "rank1"
+    with pytest.raises(ValueError, match="root_second_moment of a parameter of shape"):
+        optimizer.step()
+
+
+def test_incomplete_and_misshapen_states_are_refused():
+    params = parameters()
+    optimizer = SHARP(params, lr=0.1)
+    set_gradients(params, 0)
+    optimizer.step()
+    for change in (lambda s: s.pop("first_moment"), lambda s: s.update(root_second_moment=th.zeros(3))):
+        saved = copy.deepcopy(optimizer.state_dict())
+        change(saved["state"][0])
+        with pytest.raises(ValueError, match="SHARP:"):
+            SHARP(parameters()).load_state_dict(saved)

@@ -1,9 +1,11 @@
 """What every engine takes and gives."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 from torch import Tensor
 
@@ -32,14 +34,19 @@ class UpdateSettings:
     target_kl: float | None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None:
-                continue
-            if math.isnan(value) or (value < 0 and field.name != "ent_coef"):
-                raise ValueError(f"{field.name}={value!r}; expected a number that is not negative.")
-        if math.isinf(self.learning_rate):
-            raise ValueError(f"learning_rate={self.learning_rate!r}; expected a finite number.")
+        def require(condition: bool, name: str, expected: str) -> None:
+            if not condition:
+                raise ValueError(f"{name}={getattr(self, name)!r}; expected {expected}.")
+
+        for name in ("batch_size", "n_epochs"):
+            value = getattr(self, name)
+            require(isinstance(value, (int, np.integer)) and bool(value >= 1), name, "a positive integer")
+        for name in ("clip_range", "clip_range_vf", "vf_coef", "max_grad_norm", "target_kl"):
+            value = getattr(self, name)
+            optional = name in ("clip_range_vf", "target_kl")
+            require(optional if value is None else value >= 0, name, "a number that is not negative")
+        require(0 <= self.learning_rate < math.inf, "learning_rate", "a finite number that is not negative")
+        require(math.isfinite(self.ent_coef), "ent_coef", "a finite number")
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,7 @@ class Engine(Protocol):
     reason: str
     """Why this engine serves the policy."""
     policy: HalfPrecisionPolicy
+    optimizer: th.optim.Optimizer
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
         """

@@ -53,14 +53,14 @@ class EagerEngine:
     reason = "the reference"
 
     def __init__(self, policy: HalfPrecisionPolicy, batch_size: int) -> None:
-        self.policy = policy
+        self.policy, self.optimizer = policy, policy.optimizer
         self.networks = policy.networks
         scaled = policy.precision.gradient_scaling
         factor = 2.0 ** -math.ceil(math.log2(max(1.0, FULL_SCALE_BATCH / batch_size)))
         initial = [INITIAL_SCALES[name] * factor if scaled else 1.0 for name in self.networks]
         self.gradient_scale = GradientScale(th.tensor(initial, device=policy.device), adapt=scaled)
         network_of = {id(p): k for k, network in enumerate(self.networks.values()) for p in network}
-        in_order = [p for group in policy.optimizer.param_groups for p in group["params"]]
+        in_order = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._network_of_parameter = th.tensor([network_of[id(p)] for p in in_order], device=policy.device)
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
@@ -142,7 +142,7 @@ class EagerEngine:
         :param losses: per network
         :return: the global norm in true units; NaN where the step was skipped
         """
-        optimizer, scales = self.policy.optimizer, self.gradient_scale.scales
+        optimizer, scales = self.optimizer, self.gradient_scale.scales
         optimizer.zero_grad()
         (losses * scales).sum().backward()  # type: ignore[no-untyped-call]
         gradients = [[p.grad for p in network if p.grad is not None] for network in self.networks.values()]
@@ -174,7 +174,7 @@ class EagerEngine:
             )
 
     def _optimizer_statistics(self) -> tuple[int, int, int]:
-        optimizer = self.policy.optimizer
+        optimizer = self.optimizer
         return optimizer.pop_statistics() if isinstance(optimizer, SHARP) else (0, 0, 0)
 
     def state_dict(self) -> dict[str, Tensor]:
