@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.runner import RESULTS, versions, write_csv
 from sb3_fp16.residuals import LOG_SQRT_2PI, GaussianBehaviour, gaussian_log_ratio
+from sb3_fp16.rounding import FORMATS
 from sb3_fp16.scalars import gradient_norm
 
 FILE = RESULTS / "stress.csv"
@@ -51,7 +52,7 @@ def log_ratio_errors(seed: int) -> dict[str, float]:
     behaviour = GaussianBehaviour(mean0, log_std0)
     ways = {
         "absolute_fp16": log_prob(mean, log_std) - log_prob(mean0, log_std0),
-        "residual_twosum": gaussian_log_ratio(mean.float(), log_std.float(), actions, behaviour, two_sum=True),
+        "residual_twosum": gaussian_log_ratio(mean.float(), log_std.float(), actions, behaviour, FORMATS["fp16"]),
         "residual_fp32": gaussian_log_ratio(mean.float(), log_std.float(), actions, behaviour),
     }
     errors = {name: float((d.double() - exact).abs().mean()) for name, d in ways.items()}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple, cast
 
+import ml_dtypes
 import numpy as np
 import torch as th
 from gymnasium import spaces
@@ -90,7 +91,14 @@ class RolloutBufferFP16(RolloutBuffer):
 
     def _storage_dtype(self, space: spaces.Space[Any]) -> np.dtype[Any]:
         dtype = np.dtype(space.dtype)
-        return np.dtype(self.precision.numpy_dtype) if dtype.kind == "f" else dtype
+        return self.precision.numpy_dtype if dtype.kind == "f" else dtype
+
+    def _rounded(self, values: Array) -> Array:
+        """FP32 values in storage format; beyond its range infinite."""
+        kind = self.precision.format
+        if not kind.is_native:
+            values = kind.round(th.from_numpy(np.ascontiguousarray(values))).numpy()
+        return values.astype(self.precision.numpy_dtype, copy=False)
 
     def add(
         self, obs: Any, action: Array, reward: Array, episode_start: Array, value: Tensor, log_prob: Tensor
@@ -123,7 +131,7 @@ class RolloutBufferFP16(RolloutBuffer):
         if self.behaviour is not None and behaviour is not None:
             self.behaviour = tuple(map(self._store_behaviour, self.behaviour, behaviour))
         if self.corrections is not None and correction is not None:
-            self.corrections[self.pos] = _numpy(correction)
+            self.corrections[self.pos] = self._rounded(_numpy(correction))
         self.pos += 1
         self.full = self.pos == self.buffer_size
 
@@ -131,7 +139,8 @@ class RolloutBufferFP16(RolloutBuffer):
         """Make room for what describes the behaviour policy of this rollout."""
         steps, kind = (self.buffer_size, self.n_envs), self.precision.numpy_dtype
         if behaviour is None:
-            self.log_probs = np.zeros(steps, dtype=np.float32)
+            stored = self.precision.log_ratio == "absolute-stored"
+            self.log_probs = np.zeros(steps, dtype=kind if stored else np.float32)
             return
         # A Gaussian's log_std that does not depend on the state is the same for the whole rollout: one copy serves.
         self.behaviour = tuple(
@@ -141,7 +150,7 @@ class RolloutBufferFP16(RolloutBuffer):
             self.corrections = np.zeros(steps, dtype=kind)
 
     def _store_behaviour(self, array: Array, parameter: Tensor) -> Array:
-        values = _numpy(parameter)
+        values = self._rounded(_numpy(parameter))
         if array.ndim == 1 and not np.array_equal(array, values):  # a callback has changed log_std within the rollout
             array = np.broadcast_to(array, (self.buffer_size, self.n_envs, len(array))).copy()
         if array.ndim == 3:
@@ -151,18 +160,18 @@ class RolloutBufferFP16(RolloutBuffer):
     def _store(self, array: Array, values: Any, kind: str, name: str) -> None:
         """Round one step of values into its array, saturating; numbers that training cannot use are refused."""
         given = np.asarray(values).reshape(array.shape[1:])
-        if array.dtype.kind != "f":
+        if array.dtype != self.precision.numpy_dtype:
             array[self.pos] = given
             return
         with np.errstate(over="ignore"):
             values = given.astype(np.float32)  # via FP32 like the policy's own input, so that both round alike
-        limit = np.finfo(array.dtype).max
+        limit = self.precision.format.max
         if not np.abs(values).max() < limit:
             if kind != "values" or np.isnan(given).any():  # a value beyond FP16 reads as infinite
                 check_finite(th.from_numpy(given), name)
             self.saturated[kind] += int((np.abs(values) >= limit).sum())
             values = values.clip(-limit, limit)
-        array[self.pos] = values
+        array[self.pos] = self._rounded(values)
 
     def compute_returns_and_advantage(self, last_values: Tensor, dones: Array) -> None:
         """
@@ -181,13 +190,13 @@ class RolloutBufferFP16(RolloutBuffer):
                 value = self.values[step].astype(np.float32)
                 delta = self.rewards[step].astype(np.float32) + self.gamma * next_value * continues - value
                 recurrence = delta + self.gamma * self.gae_lambda * continues * recurrence
-                self.advantages[step] = recurrence
-                self.returns[step] = recurrence + value
+                self.advantages[step] = self._rounded(recurrence)
+                self.returns[step] = self._rounded(recurrence + value)
                 next_value, continues = value, 1.0 - self.episode_starts[step].astype(np.float32)
         for array in (self.advantages, self.returns):
             infinite = np.isinf(array)
             self.saturated["returns"] += int(infinite.sum())
-            array[infinite] = np.copysign(np.finfo(array.dtype).max, array[infinite])
+            array[infinite] = np.copysign(self.precision.format.max, array[infinite].astype(np.float32))
 
     def get(self, batch_size: int | None = None) -> Generator[Minibatch, None, None]:  # type: ignore[override]
         """
@@ -205,12 +214,12 @@ class RolloutBufferFP16(RolloutBuffer):
     def _get_samples(self, batch_inds: Array, env: Any = None) -> Minibatch:  # type: ignore[override]
         def gather(array: Array) -> Tensor:
             flat = array.reshape(self.buffer_size * self.n_envs, *array.shape[2:])
-            return self.to_torch(flat.take(batch_inds, axis=0), copy=False)
+            return self.tensor(flat.take(batch_inds, axis=0))
 
         behaviour: Behaviour | None = None
         if self.behaviour is not None:
             kind = GaussianBehaviour if len(self.behaviour) == 2 else LogitsBehaviour
-            behaviour = kind(*(gather(x) if x.ndim == 3 else self.to_torch(x, copy=False) for x in self.behaviour))
+            behaviour = kind(*(gather(x) if x.ndim == 3 else self.tensor(x) for x in self.behaviour))
         observations: Any = self.observations
         if isinstance(observations, dict):
             observations = {key: gather(array) for key, array in observations.items()}
@@ -227,6 +236,12 @@ class RolloutBufferFP16(RolloutBuffer):
             correction=None if self.corrections is None else gather(self.corrections),
         )
 
+    def tensor(self, array: Array) -> Tensor:
+        """The array's memory as a tensor, on the buffer's device; numpy and torch share no name for BF16."""
+        if array.dtype == ml_dtypes.bfloat16:
+            return th.from_numpy(array.view(np.int16)).view(th.bfloat16).to(self.device)
+        return th.from_numpy(array).to(self.device)
+
     def arrays(self) -> dict[str, Array]:
         """All arrays of the rollout by name, for accounting."""
         names = ("actions", "rewards", "episode_starts", "values", "advantages", "returns", "log_probs", "corrections")
@@ -240,5 +255,6 @@ class RolloutBufferFP16(RolloutBuffer):
 
 
 def _numpy(tensor: Tensor) -> Array:
-    array: Array = tensor.detach().cpu().numpy()
+    tensor = tensor.detach().cpu()
+    array: Array = (tensor.float() if tensor.dtype == th.bfloat16 else tensor).numpy()
     return array

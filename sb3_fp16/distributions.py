@@ -30,7 +30,7 @@ from sb3_fp16.residuals import (
     gaussian_log_prob,
     gaussian_log_ratio,
 )
-from sb3_fp16.rounding import saturate
+from sb3_fp16.rounding import Format
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ def with_residuals(distribution: Distribution, precision: Precision) -> Distribu
     if isinstance(distribution, StateDependentNoiseDistribution) and kind is StateDependentNoiseDistribution:
         return StateDependentNoiseFP16(distribution, precision)
     if isinstance(distribution, CategoricalDistribution) and kind is CategoricalDistribution:
-        return CategoricalFP16(distribution.action_dim)
+        return CategoricalFP16(distribution.action_dim, precision)
     if isinstance(distribution, MultiCategoricalDistribution) and kind is MultiCategoricalDistribution:
         return MultiCategoricalFP16(distribution.action_dims)
     if isinstance(distribution, BernoulliDistribution) and kind is BernoulliDistribution:
@@ -96,7 +96,11 @@ def with_residuals(distribution: Distribution, precision: Precision) -> Distribu
 
 def _stored(values: Tensor, precision: Precision) -> Tensor:
     """FP32 numbers that storage keeps exactly."""
-    return saturate(values, precision.dtype).to(precision.dtype).float()
+    return precision.format.store(values).float()
+
+
+def _two_sum_format(precision: Precision) -> Format | None:
+    return precision.format if precision.log_ratio == "residual-twosum" else None
 
 
 class _Copyable:
@@ -142,7 +146,7 @@ class DiagGaussianFP16(_Copyable, DiagGaussianDistribution):
         :param mean_actions: μ, shape (batch, dims)
         :param log_std: l, shape (dims,)
         """
-        self.mean, self.log_std = mean_actions.float(), log_std.float()
+        self.mean, self.log_std = mean_actions.float(), self.precision.format.upcast(log_std)
         self.distribution = Normal(self.mean, self.log_std.exp().expand_as(self.mean), validate_args=False)
         return self
 
@@ -152,8 +156,11 @@ class DiagGaussianFP16(_Copyable, DiagGaussianDistribution):
         return _stored(actions, self.precision) if self.precision.round_actions else actions
 
     def log_prob(self, actions: Tensor) -> Tensor:
-        """Σ log p, FP32, shape (batch,)."""
-        return gaussian_log_prob(actions, self.mean, self.log_std)
+        """Σ log p, shape (batch,), FP32 or, in the study of naive half precision, in storage format."""
+        if self.precision.log_ratio != "absolute-stored":
+            return gaussian_log_prob(actions, self.mean, self.log_std)
+        mean, log_std, actions = (x.to(self.precision.dtype) for x in (self.mean, self.log_std, actions))
+        return gaussian_log_prob(actions, mean, log_std)
 
     def entropy(self) -> Tensor:
         """Σ l + ½ log 2πe, FP32, shape (batch,)."""
@@ -171,8 +178,9 @@ class DiagGaussianFP16(_Copyable, DiagGaussianDistribution):
 
     def log_ratio(self, actions: Tensor, behaviour: Behaviour) -> Tensor:
         """See ``ResidualDistribution``."""
-        two_sum = self.precision.log_ratio == "residual-twosum"
-        return gaussian_log_ratio(self.mean, self.log_std, actions, GaussianBehaviour(*behaviour), two_sum)
+        return gaussian_log_ratio(
+            self.mean, self.log_std, actions, GaussianBehaviour(*behaviour), _two_sum_format(self.precision)
+        )
 
 
 class StateDependentNoiseFP16(_Copyable, StateDependentNoiseDistribution):
@@ -188,6 +196,7 @@ class StateDependentNoiseFP16(_Copyable, StateDependentNoiseDistribution):
     behaviour_size = 0
 
     def __init__(self, stock: StateDependentNoiseDistribution, precision: Precision) -> None:
+        self.precision = precision
         super().__init__(
             stock.action_dim,
             full_std=stock.full_std,
@@ -196,11 +205,10 @@ class StateDependentNoiseFP16(_Copyable, StateDependentNoiseDistribution):
             learn_features=stock.learn_features,
             epsilon=stock.epsilon,
         )
-        self.precision = precision
 
     def get_std(self, log_std: Tensor) -> Tensor:
         """Standard deviation of the noise matrix, FP32."""
-        return super().get_std(log_std.float())
+        return super().get_std(self.precision.format.upcast(log_std))
 
     @th.no_grad()
     def sample_weights(self, log_std: Tensor, batch_size: int = 1) -> None:
@@ -236,7 +244,7 @@ class StateDependentNoiseFP16(_Copyable, StateDependentNoiseDistribution):
             actions = _stored(actions, self.precision)
         if self.bijector is None:
             return actions
-        largest = 1 - th.finfo(self.precision.dtype).eps / 2  # ±1 has no finite preimage under tanh
+        largest = 1 - 2.0 ** -(self.precision.format.significand_bits + 1)  # ±1 has no finite preimage under tanh
         return actions.clamp(-largest, largest)
 
     def behaviour(self) -> Behaviour:
@@ -254,14 +262,31 @@ class StateDependentNoiseFP16(_Copyable, StateDependentNoiseDistribution):
 
     def log_ratio(self, actions: Tensor, behaviour: Behaviour) -> Tensor:
         """See ``ResidualDistribution``."""
-        two_sum = self.precision.log_ratio == "residual-twosum"
         if self.bijector is not None:
             actions = self.bijector.inverse(actions)
-        return gaussian_log_ratio(self.mean, self.log_std, actions, GaussianBehaviour(*behaviour), two_sum)
+        return gaussian_log_ratio(
+            self.mean, self.log_std, actions, GaussianBehaviour(*behaviour), _two_sum_format(self.precision)
+        )
 
 
 class CategoricalFP16(_Discrete, CategoricalDistribution):
-    """One choice out of several."""
+    """
+    One choice out of several.
+
+    :param action_dim: number of choices
+    :param precision: number format and protections
+    """
+
+    def __init__(self, action_dim: int, precision: Precision) -> None:
+        super().__init__(action_dim)
+        self.precision = precision
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """Shape (batch,), FP32 or, in the study of naive half precision, in storage format."""
+        if self.precision.log_ratio != "absolute-stored":
+            return super().log_prob(actions)
+        log_p = self.logits.to(self.precision.dtype).log_softmax(dim=1)
+        return log_p.gather(1, actions.long().view(-1, 1)).squeeze(1)
 
     @property
     def behaviour_size(self) -> int:

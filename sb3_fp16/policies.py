@@ -20,10 +20,10 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import Tensor, nn
 
 from sb3_fp16.distributions import ResidualDistribution, with_residuals
-from sb3_fp16.layers import store_in
+from sb3_fp16.layers import apply_precision
 from sb3_fp16.precision import Precision
 from sb3_fp16.residuals import MAX_STORED_LOGITS, attach_behaviour
-from sb3_fp16.rounding import check_finite, saturate
+from sb3_fp16.rounding import check_finite
 from sb3_fp16.sharp import SHARP
 
 
@@ -62,10 +62,10 @@ class _StorageObservations(BasePolicy):
         if not self.training:
             check_finite(given, name)
             self._warn_if_saturated(observations, name)
-        return saturate(observations, self.precision.dtype).to(self.precision.dtype)
+        return self.precision.format.store(observations)
 
     def _warn_if_saturated(self, observations: Tensor, name: str) -> None:
-        limit = th.finfo(self.precision.dtype).max
+        limit = self.precision.format.max
         if name not in self._saturation_warned and observations.abs().max() > limit:
             self._saturation_warned.add(name)
             storage = self.precision.storage
@@ -101,7 +101,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
 
     def _build(self, lr_schedule: Schedule) -> None:
         """Build SB3's networks in FP32, as orthogonal initialisation has no half kernel on CPUs, then store them."""
-        if self.precision.storage != "fp32" or self.precision.log_ratio != "absolute":
+        if self.precision.log_ratio != "absolute" or self.precision.compute_format.name != "fp32":
             self.action_dist = with_residuals(self.action_dist, self.precision)
         self.absolute_because = self._why_absolute()
         optimizer_class = self.optimizer_class
@@ -109,8 +109,8 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
             self.optimizer_class = self._make_sharp  # type: ignore[assignment]
         super()._build(lr_schedule)
         self.optimizer_class = optimizer_class
-        if self.precision.storage != "fp32":
-            store_in(self.precision.dtype, self, heads=(self.action_net, self.value_net))
+        if self.precision.compute_format.name != "fp32":
+            apply_precision(self.precision, self, heads=(self.action_net, self.value_net))
 
     def _make_sharp(self, parameters: Iterable[nn.Parameter], lr: float, **users: Any) -> SHARP:
         """SHARP as the precision asks for: fine-grained heads (paper Sec. 3.3), their own rules for inputs and l."""
@@ -128,6 +128,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
             "writeback": writeback,
             "root_rounding": self.precision.root_rounding,
             "state_dtype": self.precision.dtype,
+            "significand_bits": None if self.precision.format.is_native else self.precision.format.significand_bits,
             "seed": th.initial_seed() & 0xFFFFFFFF,
         }
         return SHARP(parameters, lr=lr, **{**settings, **users})
@@ -164,7 +165,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         return [name for name in names if _defined_by_user(type(self), name)]
 
     def _why_absolute(self) -> str | None:
-        if self.precision.log_ratio == "absolute":
+        if self.precision.log_ratio.startswith("absolute"):
             return f"precision {self.precision.name} asks for it"
         if self.overridden:
             return f"{type(self).__name__} overrides {', '.join(self.overridden)}"
@@ -188,7 +189,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
             distribution = cast(ResidualDistribution, self.action_dist)
             correction = distribution.correction(actions.flatten(1), log_prob) if actions.ndim > 1 else None
             attach_behaviour(log_prob, distribution.behaviour(), correction)
-        return actions, saturate(values.float(), self.precision.dtype), log_prob
+        return actions, self.precision.format.saturate(values.float()), log_prob
 
     def _get_action_dist_from_latent(self, latent_pi: Tensor) -> Distribution:
         """:raises ValueError: for an output that is not finite, outside minibatches: there the step is skipped"""
@@ -209,7 +210,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         :param obs: observations
         :return: FP32, finite, shape (batch, 1)
         """
-        return saturate(super().predict_values(obs).float(), self.precision.dtype)
+        return self.precision.format.saturate(super().predict_values(obs).float())
 
     def evaluate(self, obs: PyTorchObs) -> Evaluation:
         """
@@ -235,12 +236,12 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         :param vector: float, shape (parameters,)
         """
         # torch would replace the parameters' dtype by the vector's.
-        values = saturate(th.as_tensor(vector, dtype=th.float32, device=self.device), self.precision.dtype)
-        nn.utils.vector_to_parameters(values.to(self.precision.dtype), self.parameters())
+        values = self.precision.format.store(th.as_tensor(vector, dtype=th.float32, device=self.device))
+        nn.utils.vector_to_parameters(values, self.parameters())
 
     def parameters_to_vector(self) -> np.ndarray:
         """Parameters as one FP32 vector."""
-        vector: np.ndarray = super().parameters_to_vector().astype(np.float32)
+        vector: np.ndarray = nn.utils.parameters_to_vector(self.parameters()).detach().float().cpu().numpy()
         return vector
 
     def _get_constructor_parameters(self) -> dict[str, Any]:

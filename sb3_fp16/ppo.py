@@ -28,7 +28,7 @@ class PPOFP16(PPO):
 
     Takes all arguments of SB3's ``PPO`` in their order, and:
 
-    :param precision: number format and protections, a preset's name (``fp16``, ``paper``, ``fp32``) or a ``Precision``
+    :param precision: number format and protections, the name of one of ``Precision.presets`` or a ``Precision``
     :raises ValueError: for an unknown precision, naming the valid ones
     """
 
@@ -65,11 +65,11 @@ class PPOFP16(PPO):
         self._update_settings()  # unusable ones are named here, not after the first rollout
         if isinstance(self.policy.optimizer, SHARP):
             for group in self.policy.optimizer.param_groups:
-                group["state_scale"] = state_scale_for(self.max_grad_norm)
+                group["state_scale"] = state_scale_for(self.max_grad_norm) if self.precision.has_short_exponent else 1.0
         self._engine: Engine | None = None
         if self.verbose >= 1:
             print(f"Using precision {self.precision.name} and the {self.engine.name} engine ({self.engine.reason})")
-            if self.precision.log_ratio != "absolute" and self.policy.absolute_because is not None:
+            if not self.precision.log_ratio.startswith("absolute") and self.policy.absolute_because is not None:
                 print(f"The log-ratio is absolute, in FP32: {self.policy.absolute_because}")
 
     def _maybe_recommend_cpu(self, mlp_class_name: str = ActorCriticPolicyFP16.__name__) -> None:
@@ -122,9 +122,8 @@ class PPOFP16(PPO):
         record("train/approx_kl", stats.approx_kl)
         record("train/clip_fraction", stats.clip_fraction)
         record("train/loss", stats.loss)
-        record(
-            "train/explained_variance", explained_variance(th.as_tensor(buffer.values), th.as_tensor(buffer.returns))
-        )
+        values, returns = (th.from_numpy(x.astype(np.float32)) for x in (buffer.values, buffer.returns))
+        record("train/explained_variance", explained_variance(values, returns))
         if hasattr(self.policy, "log_std"):
             record("train/std", self.policy.log_std.float().exp().mean().item())
         record("train/n_updates", self._n_updates, exclude="tensorboard")
@@ -172,7 +171,7 @@ class PPOFP16(PPO):
             ReportRow.of("parameters", parameters),
             ReportRow.of("gradients", parameters),  # of the same number and format
             *(ReportRow.of(f"optimizer {name}", tensors) for name, tensors in moments.items()),
-            ReportRow.of("rollout", [th.from_numpy(array) for array in arrays]),
+            ReportRow.of_arrays("rollout", arrays),
             ReportRow.of("GAE recurrence", [th.zeros(self.n_envs)]),
             ReportRow.of("gradient scales", list(self.engine.state_dict().values())),
         ]

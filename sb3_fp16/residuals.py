@@ -12,6 +12,8 @@ import torch as th
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from sb3_fp16.rounding import Format
+
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 MAX_STORED_LOGITS = 256
 """Behaviour logits are stored up to this many; beyond, the rollout keeps the FP32 log-probability alone."""
@@ -81,7 +83,7 @@ def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def gaussian_log_ratio(
-    mean: Tensor, log_std: Tensor, actions: Tensor, behaviour: GaussianBehaviour, two_sum: bool = False
+    mean: Tensor, log_std: Tensor, actions: Tensor, behaviour: GaussianBehaviour, two_sum: Format | None = None
 ) -> Tensor:
     """
     d̃ = Σ_j Δlog p of a diagonal Gaussian, differentiable in ``mean`` and ``log_std``.
@@ -92,7 +94,7 @@ def gaussian_log_ratio(
     :param log_std: l, FP32, shape (dims,)
     :param actions: shape (batch, dims)
     :param behaviour: μ₀ and l₀ as stored
-    :param two_sum: FP16 arithmetic with compensated sums, as in the paper, in place of FP32 registers
+    :param two_sum: round every operation to this format and compensate the sums, as the paper does in FP16
     :return: FP32, shape (batch,)
     """
     result: Tensor = _GaussianLogRatio.apply(  # type: ignore[no-untyped-call]
@@ -106,14 +108,20 @@ class _GaussianLogRatio(th.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mean: Tensor, log_std: Tensor, actions: Tensor, mean0: Tensor, log_std0: Tensor, two_sum: bool
+        ctx: Any,
+        mean: Tensor,
+        log_std: Tensor,
+        actions: Tensor,
+        mean0: Tensor,
+        log_std0: Tensor,
+        two_sum: Format | None,
     ) -> Tensor:
         per_dim, z = _log_density_change(mean, log_std, actions, mean0, log_std0)
         ctx.save_for_backward(z, log_std)
         d = per_dim.sum(dim=-1)
-        if two_sum:
-            compensated = _log_density_change_fp16(mean, log_std, actions, mean0, log_std0)
-            d = th.where(th.isfinite(compensated), compensated, d)  # FP16 overflowed: ½Δz² does from 362 on
+        if two_sum is not None:
+            compensated = _compensated_change(two_sum, mean, log_std, actions, mean0, log_std0)
+            d = th.where(th.isfinite(compensated), compensated, d)  # in FP16 ½Δz² overflows from |Δz| = 362 on
         return d
 
     @staticmethod
@@ -138,30 +146,36 @@ def _log_density_change(
     return -dl - z0 * dz - 0.5 * dz.square(), z0 + dz  # Δlog p = −Δl − z₀Δz − ½Δz²
 
 
-def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a + b = high + low exactly (Ogita et al. 2005), each operation rounded to the tensors' own format."""
-    high = a + b
-    b_part = high - a
-    return high, (a - (high - b_part)) + (b - b_part)
-
-
-def _log_density_change_fp16(mean: Tensor, log_std: Tensor, actions: Tensor, mean0: Tensor, log_std0: Tensor) -> Tensor:
+def _compensated_change(
+    kind: Format, mean: Tensor, log_std: Tensor, actions: Tensor, mean0: Tensor, log_std0: Tensor
+) -> Tensor:
     """
-    The same change with every operation rounded to FP16, compensated by TwoSum.
+    Σ Δlog p with every operation rounded to a format, compensated by TwoSum.
 
-    High and low parts are reduced separately over the dimensions in FP32 (paper Sec. 3.2).
+    High and low parts are reduced separately over the dimensions in FP32 (paper Sec. 3.2). An FP32 operation on
+    numbers of at most 11 significant bits, rounded to that format, is the format's own operation.
     """
-    mean, log_std, actions, mean0, log_std0 = (x.half() for x in (mean, log_std, actions, mean0, log_std0))
-    inverse_std0 = th.exp(-log_std0)
-    z0 = (actions - mean0) * inverse_std0
-    dl = log_std - log_std0
-    t = th.expm1(-dl)
-    q = (mean - mean0) * inverse_std0
-    dz, dz_low = _two_sum(z0 * t, -(q + q * t))
-    d, low1 = _two_sum(-dl.expand_as(dz), -z0 * dz)
-    d, low2 = _two_sum(d, -0.5 * dz.square())
-    low = (low1 + low2) - (z0 + dz) * dz_low
-    return d.float().sum(dim=-1) + low.float().sum(dim=-1)
+
+    def r(value: Tensor) -> Tensor:
+        return kind.round(value).float()
+
+    def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """a + b = high + low exactly (Ogita et al. 2005)."""
+        high = r(a + b)
+        b_part = r(high - a)
+        return high, r(r(a - r(high - b_part)) + r(b - b_part))
+
+    mean, log_std, actions, mean0, log_std0 = map(r, (mean, log_std, actions, mean0, log_std0))
+    inverse_std0 = r(th.exp(-log_std0))
+    z0 = r(r(actions - mean0) * inverse_std0)
+    dl = r(log_std - log_std0)
+    t = r(th.expm1(-dl))
+    q = r(r(mean - mean0) * inverse_std0)
+    dz, dz_low = two_sum(r(z0 * t), -r(q + r(q * t)))
+    d, low1 = two_sum(-dl.expand_as(dz), -r(z0 * dz))
+    d, low2 = two_sum(d, -r(0.5 * r(dz.square())))
+    low = r(r(low1 + low2) - r(r(z0 + dz) * dz_low))
+    return d.sum(dim=-1) + low.sum(dim=-1)
 
 
 def categorical_log_ratio(logits: Tensor, actions: Tensor, logits0: Tensor) -> Tensor:
@@ -275,6 +289,19 @@ def policy_loss(d: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
     :return: scalar
     """
     return -(advantages * clip_log_ratio(d, advantages, clip_range).exp()).mean()
+
+
+def policy_loss_on_ratios(d: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """
+    The same surrogate as PPO writes it, on ratios, in the format of its arguments: what naive half precision does.
+
+    :param d: log-ratio, shape (batch,)
+    :param advantages: Â, shape (batch,)
+    :param clip_range: ε
+    :return: scalar
+    """
+    ratio = d.exp()
+    return -th.min(advantages * ratio, advantages * ratio.clamp(1 - clip_range, 1 + clip_range)).mean()
 
 
 def clip_fraction(d: Tensor, clip_range: float) -> Tensor:

@@ -1,12 +1,16 @@
-"""Rounding an FP32 value to a 16-bit format: to nearest, stochastically, dithered, and what saturates.
+"""Number formats, and rounding an FP32 value to one: to nearest, stochastically, dithered.
 
-Nearest rounding is what ``tensor.to(dtype)`` does. The other two compare the fraction of a grid step that the value
+Stochastic and dithered rounding compare the fraction of a grid step that the value
 has covered with a threshold in [0, 1): a uniform draw makes the result right on average over draws (stochastic), a
 low-discrepancy sequence makes it right on average over consecutive steps (dithered).
 
 Both threshold sequences are functions of (step, element index) alone. They need no state, replay under a CUDA graph,
 and give the same bits on every device.
 """
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch as th
 from torch import Tensor
@@ -26,16 +30,110 @@ _STEP_STRIDE = _int32(0x9E3779B9)
 _INDEX_STRIDE = _int32(0xC13FA9A9)
 
 
-def saturate(values: Tensor, dtype: th.dtype) -> Tensor:
+@dataclass(frozen=True)
+class Format:
     """
-    Clamp to the finite range of a format; NaN stays NaN.
+    A floating-point format, held in tensors of a torch dtype that contains it.
 
-    :param values: FP32, any shape
-    :param dtype: the format that will store them
-    :return: FP32, same shape
+    :param name: as users write it
+    :param dtype: of the tensors
+    :param significand_bits: explicit ones; fewer than the dtype's own in the formats that torch doesn't know
     """
-    largest = th.finfo(dtype).max
-    return values.clamp(-largest, largest)
+
+    name: str
+    dtype: th.dtype
+    significand_bits: int
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the dtype is the format itself."""
+        return th.finfo(self.dtype).eps == 2.0**-self.significand_bits
+
+    @property
+    def max(self) -> float:
+        """Largest finite number."""
+        info = th.finfo(self.dtype)
+        return float(info.max * (2 - 2.0**-self.significand_bits) / (2 - info.eps))
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest number with a full significand."""
+        return float(th.finfo(self.dtype).smallest_normal)
+
+    def saturate(self, values: Tensor) -> Tensor:
+        """Clamp FP32 values to the finite range; NaN stays NaN."""
+        return values.clamp(-self.max, self.max)
+
+    def store(self, values: Tensor) -> Tensor:
+        """Round FP32 values to nearest, saturating; no gradients."""
+        return self._round(self.saturate(values))
+
+    def round(self, values: Tensor) -> Tensor:
+        """Round FP32 values to nearest, beyond the range to infinity; their gradients come back in FP32."""
+        if self.is_native:
+            return values.to(self.dtype)
+        rounded: Tensor = _ShortRound.apply(values, self)  # type: ignore[no-untyped-call]
+        return rounded
+
+    def upcast(self, values: Tensor) -> Tensor:
+        """FP32 copy of values of the format, or of FP32 values rounded to it; gradients are rounded to the format."""
+        if self.is_native:
+            return values.to(self.dtype).float()
+        copy: Tensor = _ShortUpcast.apply(values, self)  # type: ignore[no-untyped-call]
+        return copy
+
+    def _round(self, values: Tensor) -> Tensor:
+        if self.is_native:
+            return values.to(self.dtype)
+        tick = self.tick(values)
+        rounded = (values / tick).round() * tick  # ties to even
+        return rounded.masked_fill(rounded.abs() > self.max, th.inf).copysign(values).to(self.dtype)
+
+    def tick(self, values: Tensor) -> Tensor:
+        """Distance between neighbouring numbers of the format at FP32 values."""
+        power_of_two = (values.abs().view(th.int32) & _EXPONENT_MASK).view(th.float32)
+        return power_of_two.clamp_min(self.smallest_normal) * 2.0**-self.significand_bits
+
+
+class _ShortRound(th.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, kind: Format) -> Tensor:
+        return kind._round(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].float(), None
+
+
+class _ShortUpcast(th.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, kind: Format) -> Tensor:
+        ctx.kind = kind
+        return values.float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.kind._round(gradients[0]), None
+
+
+FORMATS = {
+    "fp16": Format("fp16", th.float16, 10),
+    "bf16": Format("bf16", th.bfloat16, 7),
+    "fp32": Format("fp32", th.float32, 23),
+    **{f"e5m{bits}": Format(f"e5m{bits}", th.float16, bits) for bits in (9, 8, 7, 6, 5)},
+}
+
+
+@cache
+def format_of(dtype: th.dtype, significand_bits: int | None = None) -> Format:
+    """
+    The format that tensors of a dtype hold.
+
+    :param dtype: float16, bfloat16 or float32
+    :param significand_bits: explicit ones, where fewer than the dtype's own
+    """
+    matching = (kind for kind in FORMATS.values() if kind.dtype == dtype)
+    return next(kind for kind in matching if significand_bits in (None, kind.significand_bits))
 
 
 def check_finite(values: Tensor, name: str) -> None:
@@ -53,7 +151,7 @@ def check_finite(values: Tensor, name: str) -> None:
         raise ValueError(f"{name} is {float(values[first])}{where}; it must be finite.")
 
 
-def round_by_threshold(values: Tensor, thresholds: Tensor, dtype: th.dtype) -> Tensor:
+def round_by_threshold(values: Tensor, thresholds: Tensor, kind: Format) -> Tensor:
     """
     Round the magnitude up where the covered fraction of its grid step exceeds the threshold, else down.
 
@@ -61,14 +159,11 @@ def round_by_threshold(values: Tensor, thresholds: Tensor, dtype: th.dtype) -> T
 
     :param values: FP32, any shape
     :param thresholds: FP32 in [0, 1), same shape
-    :param dtype: ``torch.float16`` or ``torch.bfloat16``
-    :return: FP32 numbers on the grid of ``dtype``, same shape
+    :param kind: format to round to
+    :return: FP32 numbers on the grid of the format, same shape
     """
-    info = th.finfo(dtype)
-    magnitude = values.abs()
-    power_of_two = (magnitude.view(th.int32) & _EXPONENT_MASK).view(th.float32)
-    tick = power_of_two.clamp_min(info.smallest_normal) * info.eps
-    covered = magnitude / tick  # exact: a division by a power of two
+    tick = kind.tick(values)
+    covered = values.abs() / tick  # exact: a division by a power of two
     whole = covered.floor()
     return ((whole + (covered - whole > thresholds)) * tick).copysign(values)
 

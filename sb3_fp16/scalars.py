@@ -20,14 +20,13 @@ SKIPS_BEFORE_ERROR = 10
 
 def normalize_advantages(advantages: Tensor) -> Tensor:
     """
-    Â = (A − mean A) / (std A + ε_A), unbiased std, in FP32.
+    Â = (A − mean A) / (std A + ε_A), unbiased std, in the format of the argument: FP32, unless module A is off.
 
     One sample has no standard deviation and is returned as it is (SB3 issue 325).
 
-    :param advantages: shape (batch,), any float format
-    :return: FP32, shape (batch,)
+    :param advantages: shape (batch,)
+    :return: shape (batch,)
     """
-    advantages = advantages.float()
     if len(advantages) < 2:
         return advantages
     return (advantages - advantages.mean()) / (advantages.std() + _ADVANTAGE_EPSILON)
@@ -35,13 +34,14 @@ def normalize_advantages(advantages: Tensor) -> Tensor:
 
 def mean_squared_error(predictions: Tensor, targets: Tensor) -> Tensor:
     """
-    Mean of squared differences, squared and summed in FP32 (FP16 squares overflow from 256 on).
+    Mean of squared differences in the format of the arguments: FP32, unless module A is off (FP16 squares overflow
+    from 256 on).
 
     :param predictions: shape (batch,)
     :param targets: shape (batch,)
-    :return: FP32 scalar
+    :return: scalar
     """
-    return (targets.float() - predictions.float()).square().mean()
+    return (targets - predictions).square().mean()
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> float:
@@ -83,6 +83,19 @@ def clip_coefficients(norms: Tensor, scales: Tensor, max_norm: float) -> tuple[T
     return norm, (max_norm / (norm + 1e-6)).clamp_max(1.0) / scales
 
 
+def naive_clip_coefficient(gradients: Sequence[Tensor], max_norm: float) -> tuple[Tensor, Tensor]:
+    """
+    Global norm and clip coefficient without protection: squares, sums and quotient in the gradients' own format.
+
+    :param gradients: of all networks
+    :param max_norm: c, PPO's ``max_grad_norm``
+    :return: norm and coefficient, FP32 scalars
+    """
+    squares = th.stack([(gradient * gradient).sum() for gradient in gradients])
+    norm = squares.sum().sqrt()
+    return norm.float(), (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+
+
 class GradientScale:
     """
     The powers of two S_k that losses are multiplied by before the backward pass, one per network.
@@ -93,11 +106,13 @@ class GradientScale:
 
     :param initial: S_k at the start, powers of two, shape (networks,)
     :param adapt: whether scales move at all; without, steps are still skipped
+    :param ceiling: what good steps may raise a scale to, by default its initial value
     """
 
-    def __init__(self, initial: Tensor, adapt: bool = True) -> None:
+    def __init__(self, initial: Tensor, adapt: bool = True, ceiling: float | None = None) -> None:
         self.initial = initial
         self.floor = initial.clamp_max(SCALE_FLOOR) if adapt else initial
+        self.ceiling = initial if ceiling is None or not adapt else th.full_like(initial, ceiling)
         self.scales = initial.clone()
         self.good_steps = th.zeros((), dtype=th.int64, device=initial.device)
         self.skipped_steps = th.zeros_like(self.good_steps)
@@ -120,7 +135,7 @@ class GradientScale:
         grow = self.good_steps >= GOOD_STEPS_BEFORE_GROWTH
         self.good_steps = self.good_steps * ~grow
         halved = th.maximum(self.scales / 2, self.floor)
-        grown = th.minimum(self.scales * (1.0 + grow.float()), self.initial)
+        grown = th.minimum(self.scales * (1.0 + grow.float()), self.ceiling)
         self.scales = th.where(overflowed, halved, grown)
         return skip
 

@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from sb3_fp16.rounding import (
+    FORMATS,
+    Format,
     dither_key,
     dither_thresholds,
+    format_of,
     random_key,
     random_thresholds,
     round_by_threshold,
-    saturate,
 )
 
 SHARING = ("elementwise", "row", "rank1")
@@ -79,6 +81,7 @@ class SHARP(th.optim.Optimizer):
     :param decoupled_weight_decay: shrink the parameter instead, as AdamW does
     :param state_scale: S, a power of two that keeps moments of small gradients out of FP16's subnormal range
     :param state_dtype: format of m and w; by default the parameter's own if that is 16-bit, else FP16
+    :param significand_bits: round parameters and state of 16 bits to a shorter significand, for studies of formats
     :param seed: of stochastic rounding
     :raises ValueError: for a setting outside its range, naming it
     """
@@ -97,6 +100,7 @@ class SHARP(th.optim.Optimizer):
         decoupled_weight_decay: bool = False,
         state_scale: float = 2.0**12,
         state_dtype: th.dtype | None = None,
+        significand_bits: int | None = None,
         seed: int = 0,
     ) -> None:
         defaults = {
@@ -110,6 +114,7 @@ class SHARP(th.optim.Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "state_scale": state_scale,
             "state_dtype": state_dtype,
+            "significand_bits": significand_bits,
             "seed": seed,
         }
         super().__init__(params, defaults)
@@ -406,15 +411,18 @@ class _Bucket:
             update = update + lr * decay * theta
 
         new, carries = self._write_back(group, states, old, update, t)
-        new_m = saturate(m, old_m.dtype).to(old_m.dtype)
-        new_w = self._round_root(group, w, old_w.dtype, t)
+        kinds = [_format(group, stored) for stored in (old, old_m, old_w)]
+        new_m = kinds[1].store(m)
+        new_w = self._round_root(group, w, kinds[2], t)
         writes = [(steps, old_t, t), (parameters, old, new), (moments, old_m, new_m), (roots, old_w, new_w), *carries]
         for tensors, before, after in writes:
             _store(tensors, after if skip is None else th.where(skip, before, after))
 
         moved = update != 0
-        overflows = _overflows(m, old_m) + _overflows(w, old_w) + _overflows(theta - update, old)
-        counts = th.stack([moved.sum(), (moved & (new == old)).sum(), overflows])
+        overflows = th.stack(
+            [(x.abs() > kind.max).sum() for x, kind in zip((theta - update, m, w), kinds, strict=True)]
+        )
+        counts = th.stack([moved.sum(), (moved & (new == old)).sum(), overflows.sum()])
         optimizer.record(counts if skip is None else counts * ~skip)
 
     def _root_mean_squares(self, g: Tensor) -> Tensor:
@@ -443,19 +451,19 @@ class _Bucket:
                 block.copy_(rows.unsqueeze(1))
         return result
 
-    def _round_root(self, group: dict[str, Any], w: Tensor, dtype: th.dtype, t: Tensor) -> Tensor:
+    def _round_root(self, group: dict[str, Any], w: Tensor, kind: Format, t: Tensor) -> Tensor:
         """w as it is stored."""
         mode = group["root_rounding"]
         if mode in _THRESHOLDED:
             thresholds = _thresholds(mode, self.root_index, t, self.root_sizes, _ROOT_SALT, group["seed"])
-            w = round_by_threshold(w, thresholds, dtype)
-        return saturate(w, dtype).to(dtype)
+            w = round_by_threshold(w, thresholds, kind)
+        return kind.store(w)
 
     def _write_back(
         self, group: dict[str, Any], states: list[dict[str, Tensor]], old: Tensor, update: Tensor, t: Tensor
     ) -> tuple[Tensor, list[_Write]]:
         """θ − u as it is stored, and what becomes of the carries."""
-        theta = old.float()
+        theta, kind = old.float(), _format(group, old)
         new = theta - update
         carries: list[_Write] = []
         for mode, members, part in self.runs if old.dtype.itemsize == 2 else ():
@@ -463,15 +471,15 @@ class _Bucket:
                 tensors = [state["carry"] for state in states[members]]
                 carry = _flatten(tensors)
                 due = carry - update[part]
-                new[part] = saturate(theta[part] + due, old.dtype).to(old.dtype)
+                new[part] = kind.store(theta[part] + due).float()
                 written = new[part] - theta[part]
                 left = due - written if mode == "residual" else th.where(written == 0, due, 0.0)
                 carries.append((tensors, carry, left))
             elif mode in _THRESHOLDED:
                 sizes, index = self.sizes[members], self.index[part]
                 thresholds = _thresholds(mode, index, t[members], sizes, _PARAMETER_SALT, group["seed"])
-                new[part] = round_by_threshold(new[part], thresholds, old.dtype)
-        return saturate(new, old.dtype).to(old.dtype), carries
+                new[part] = round_by_threshold(new[part], thresholds, kind)
+        return kind.store(new), carries
 
     def _spread(self, per_member: Tensor) -> Tensor:
         """One number per member to one per element."""
@@ -502,9 +510,9 @@ def _hypot(w: Tensor, rms: Tensor, beta2: float) -> Tensor:
     return largest * (beta2 * (w / largest).square() + (1 - beta2) * (rms / largest).square()).sqrt()
 
 
-def _overflows(values: Tensor, stored: Tensor) -> Tensor:
-    """How many values saturate in the format of ``stored``."""
-    return (values.abs() > th.finfo(stored.dtype).max).sum()
+def _format(group: dict[str, Any], stored: Tensor) -> Format:
+    """What a stored tensor of the group holds."""
+    return format_of(stored.dtype, group["significand_bits"] if stored.dtype.itemsize == 2 else None)
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -549,7 +557,12 @@ def _check_group(group: dict[str, Any]) -> None:
     require(0 <= group["weight_decay"] < math.inf, "weight_decay", "a finite number that is not negative")
     require(scale > 0 and math.frexp(scale)[0] == 0.5, "state_scale", "a power of two")
     require(group["state_dtype"] in (None, th.float16, th.bfloat16, th.float32), "state_dtype", "a torch float dtype")
+    widths = {kind.significand_bits for kind in FORMATS.values() if kind.dtype == th.float16}
+    require(group["significand_bits"] in {None, *widths}, "significand_bits", f"None or one of {sorted(widths)}")
     require(group["root_rounding"] in ROOT_ROUNDING, "root_rounding", f"one of {', '.join(ROOT_ROUNDING)}")
+    if group["significand_bits"] is not None:
+        held = {group["state_dtype"], *(parameter.dtype for parameter in group["params"])}
+        require(th.bfloat16 not in held, "significand_bits", "None with bfloat16")
     for name, valid in (("sharing", SHARING), ("writeback", WRITEBACK)):
         values = _one_each(group, name)
         require(set(values) <= set(valid), name, f"one of {', '.join(valid)}")

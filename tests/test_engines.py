@@ -186,7 +186,7 @@ def test_initial_scales_follow_small_batches(toy, batch_size, scales):
 
 
 def test_scaling_off_means_one(toy):
-    model = PPOFP16("MlpPolicy", toy(), device="cpu", precision=Precision(gradient_scaling=False))
+    model = PPOFP16("MlpPolicy", toy(), device="cpu", precision=Precision(gradient_scaling="off"))
     assert model.engine.gradient_scale.scales.tolist() == [1, 1]
 
 

@@ -93,14 +93,16 @@ def test_report_shows_an_fp32_share_below_a_thousandth(precision):
 
 
 def test_presets_and_wrong_ones(toy):
-    with pytest.raises(ValueError, match="Unknown precision 'fp61'; choose one of fp16, paper, fp32"):
+    with pytest.raises(ValueError, match="Unknown precision 'fp61'; choose one of fp16, paper, bf16, "):
         PPOFP16("MlpPolicy", toy(), precision="fp61")
     with pytest.raises(ValueError, match="writeback='upwards' is not one of"):
         Precision(writeback="upwards")
     with pytest.raises(ValueError, match="Unknown Precision field 'storag'"):
         Precision.of({"storag": "fp16"})
-    with pytest.raises(ValueError, match="adam"):
-        Precision(optimizer="adam")
+    with pytest.raises(ValueError, match="mixed precision"):
+        Precision(compute="fp16")
+    with pytest.raises(ValueError, match="module A"):
+        Precision(global_scalars=False)
     assert Precision.of(Precision(writeback="nearest").to_dict()) == Precision(writeback="nearest")
     assert [Precision.of(name).name for name in PRESETS] == list(PRESETS)
     assert Precision(writeback="nearest").name == "custom"
@@ -114,7 +116,7 @@ def test_presets_and_wrong_ones(toy):
         Precision(round_actions=False),
         Precision(root_rounding="fp32", writeback="residual"),
         Precision(storage="fp32", round_actions=False),
-        Precision(storage="fp32", round_actions=False, optimizer="adam", gradient_scaling=False),
+        Precision(storage="fp32", round_actions=False, optimizer="adam", gradient_scaling="off"),
     ],
 )
 def test_any_cell_can_be_varied(toy, precision):

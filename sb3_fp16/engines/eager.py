@@ -11,14 +11,23 @@ from torch import Tensor
 from sb3_fp16.buffers import Minibatch
 from sb3_fp16.engines.contract import UpdateSettings, UpdateStats
 from sb3_fp16.policies import HalfPrecisionPolicy
-from sb3_fp16.residuals import approx_kl, clip_fraction, policy_loss
-from sb3_fp16.scalars import GradientScale, clip_coefficients, gradient_norm, mean_squared_error, normalize_advantages
+from sb3_fp16.residuals import approx_kl, clip_fraction, policy_loss, policy_loss_on_ratios
+from sb3_fp16.scalars import (
+    GradientScale,
+    clip_coefficients,
+    gradient_norm,
+    mean_squared_error,
+    naive_clip_coefficient,
+    normalize_advantages,
+)
 from sb3_fp16.sharp import SHARP
 
 # Gradient scales S_k at the start, and the batch size they are meant for. Smaller minibatches have larger gradients
 # per sample, and a smaller scale.
 INITIAL_SCALES = {"policy": 2.0**12, "value": 2.0**7, "shared": 2.0**7}
 FULL_SCALE_BATCH = 64
+GRAD_SCALER_INITIAL = 2.0**16
+"""Where torch's ``GradScaler`` starts; it halves, and doubles after 2000 good steps, as ours does."""
 
 
 class _Losses(NamedTuple):
@@ -55,13 +64,20 @@ class EagerEngine:
     def __init__(self, policy: HalfPrecisionPolicy, batch_size: int) -> None:
         self.policy, self.optimizer = policy, policy.optimizer
         self.networks = policy.networks
-        scaled = policy.precision.gradient_scaling
-        factor = 2.0 ** -math.ceil(math.log2(max(1.0, FULL_SCALE_BATCH / batch_size)))
-        initial = [INITIAL_SCALES[name] * factor if scaled else 1.0 for name in self.networks]
-        self.gradient_scale = GradientScale(th.tensor(initial, device=policy.device), adapt=scaled)
+        self.gradient_scale = self._initial_scale(policy.precision.gradient_scaling, batch_size)
         network_of = {id(p): k for k, network in enumerate(self.networks.values()) for p in network}
         in_order = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._network_of_parameter = th.tensor([network_of[id(p)] for p in in_order], device=policy.device)
+
+    def _initial_scale(self, scaling: str, batch_size: int) -> GradientScale:
+        device = self.policy.device
+        if scaling == "grad-scaler":
+            self.networks = {"shared": list(self.policy.parameters())}
+            return GradientScale(th.tensor([GRAD_SCALER_INITIAL], device=device), ceiling=math.inf)
+        factor = 2.0 ** -math.ceil(math.log2(max(1.0, FULL_SCALE_BATCH / batch_size)))
+        adapt = scaling == "per-network"
+        initial = [INITIAL_SCALES[name] * factor if adapt else 1.0 for name in self.networks]
+        return GradientScale(th.tensor(initial, device=device), adapt=adapt)
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
         """See ``Engine.update``."""
@@ -74,7 +90,7 @@ class EagerEngine:
             epoch, epoch_start = epoch + 1, len(logs)
             for batch in rollout.get(settings.batch_size):
                 losses = self._losses(batch, settings)
-                logs.append(th.stack([*losses[1:], losses.per_network.sum()]).detach())
+                logs.append(th.stack([x.float() for x in (*losses[1:], losses.per_network.sum())]).detach())
                 if settings.target_kl is not None and losses.approx_kl > 1.5 * settings.target_kl:
                     stopped_at_kl = float(losses.approx_kl)
                     break
@@ -103,20 +119,26 @@ class EagerEngine:
     def _losses(self, batch: Minibatch | RolloutBufferSamples, settings: UpdateSettings) -> _Losses:
         """Forward pass: module A's statistics, module B's log-ratio, PPO's objective, all in FP32."""
         d, values, entropy = self._evaluate(batch)
-        advantages = (
-            normalize_advantages(batch.advantages) if settings.normalize_advantage else batch.advantages.float()
-        )
+        advantages, returns, old_values = batch.advantages, batch.returns, batch.old_values
+        if self.policy.precision.global_scalars:
+            advantages, returns, old_values = advantages.float(), returns.float(), old_values.float()
+        else:  # every operation that follows is rounded to storage
+            values, entropy = values.to(returns.dtype), entropy.to(returns.dtype)
+        if settings.normalize_advantage:
+            advantages = normalize_advantages(advantages)
         if settings.clip_range_vf is not None:
-            old_values = batch.old_values.float()
             values = old_values + (values - old_values).clamp(-settings.clip_range_vf, settings.clip_range_vf)
 
-        policy = policy_loss(d, advantages, settings.clip_range)
-        value = mean_squared_error(values, batch.returns)
+        on_ratios = self.policy.precision.log_ratio == "absolute-stored"
+        surrogate = policy_loss_on_ratios if on_ratios else policy_loss
+        policy = surrogate(d.to(advantages.dtype), advantages, settings.clip_range)
+        value = mean_squared_error(values, returns)
         entropy = -entropy.mean()
         per_network = th.stack([policy + settings.ent_coef * entropy, settings.vf_coef * value])
         if len(self.networks) == 1:
             per_network = per_network.sum(dim=0, keepdim=True)
         with th.no_grad():
+            d = d.float()
             return _Losses(per_network, policy, value, entropy, clip_fraction(d, settings.clip_range), approx_kl(d))
 
     def _evaluate(self, batch: Minibatch | RolloutBufferSamples) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +154,8 @@ class EagerEngine:
         if isinstance(self.policy.action_space, spaces.Discrete):
             actions = actions.long().flatten()
         values, log_prob, entropy = self.policy.evaluate_actions(batch.observations, actions)
-        d = log_prob.float() - cast(Tensor, batch.old_log_prob)
+        old_log_prob = cast(Tensor, batch.old_log_prob)
+        d = log_prob.to(old_log_prob.dtype) - old_log_prob
         return d, values.flatten().float(), -log_prob if entropy is None else entropy
 
     def _step(self, losses: Tensor, max_grad_norm: float) -> Tensor:
@@ -146,6 +169,8 @@ class EagerEngine:
         optimizer.zero_grad()
         (losses * scales).sum().backward()  # type: ignore[no-untyped-call]
         gradients = [[p.grad for p in network if p.grad is not None] for network in self.networks.values()]
+        if not self.policy.precision.global_scalars:
+            return self._naive_step([g for network in gradients for g in network], max_grad_norm)
         scaled_norms = th.stack([gradient_norm(g) if g else scales.new_zeros(()) for g in gradients])
         norm, coefficients = clip_coefficients(scaled_norms, scales, max_grad_norm)
         skip = self.gradient_scale.update(scaled_norms)
@@ -156,6 +181,16 @@ class EagerEngine:
                 th._foreach_mul_(network, coefficient)
             self._step_other_optimizer(optimizer)
         return norm.where(~skip, math.nan)
+
+    def _naive_step(self, gradients: list[Tensor], max_grad_norm: float) -> Tensor:
+        """Clip and step without module A: nothing is skipped."""
+        norm, coefficient = naive_clip_coefficient(gradients, max_grad_norm)
+        th._foreach_mul_(gradients, coefficient)
+        if isinstance(self.optimizer, SHARP):
+            self.optimizer.step()
+        else:
+            self._step_other_optimizer(self.optimizer)
+        return norm
 
     def _step_other_optimizer(self, optimizer: th.optim.Optimizer) -> None:
         """Step an optimizer that was not made for 16-bit parameters, and take back what it cannot represent."""
