@@ -5,6 +5,7 @@ rounded once. (On CPUs torch's half products are ten times slower than FP32.) Di
 hold 16-bit values.
 """
 
+import math
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -74,6 +75,16 @@ class _StorageObservations(BasePolicy):
 def _warn_saturated(name: str, precision: Precision) -> None:
     limit = th.finfo(precision.dtype).max
     warnings.warn(f"{name} exceeds ±{limit:g} and saturates in {precision.storage}; use VecNormalize.", stacklevel=2)
+
+
+def _check_range(weight: Tensor, name: str, precision: Precision) -> None:
+    """:raises ValueError: for a weight that storage cannot hold, with its name and value"""
+    limit = th.finfo(precision.dtype).max
+    unusable = weight[~(weight.double().abs() <= limit)]
+    if len(unusable) > 0:
+        value = float(unusable[0])
+        fix = "load it with precision='fp32'" if math.isfinite(value) else "load one saved before training diverged"
+        raise ValueError(f"{name} holds {value:g}, beyond the ±{limit:g} of {precision.storage}; {fix}.")
 
 
 class Evaluation(NamedTuple):
@@ -217,6 +228,18 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
             )
         distribution = cast(ResidualDistribution, self._get_action_dist_from_latent(latent_pi))
         return Evaluation(distribution, self.value_net(latent_vf).flatten())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """
+        Load weights, rounding them to storage.
+
+        :param state_dict: weights of any float format; other arguments are torch's
+        :raises ValueError: for a weight that storage cannot hold, naming it; nothing has changed then
+        """
+        for name, _ in self.named_parameters():
+            if name in state_dict:
+                _check_range(state_dict[name], name, self.precision)
+        return super().load_state_dict(state_dict, strict, assign)
 
     def load_from_vector(self, vector: np.ndarray) -> None:
         """

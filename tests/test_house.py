@@ -16,6 +16,7 @@ ROWS = (
     {"buffers", "layers", "distributions"},
     {"policies"},
     {"engines", "engines.contract", "engines.eager"},
+    {"saving"},
     {"ppo"},
     {"__init__"},
 )
