@@ -83,10 +83,16 @@ class PPOFP16(PPO):
         super()._maybe_recommend_cpu(mlp_class_name)
 
     @property
+    def _original_policy(self) -> HalfPrecisionPolicy:
+        """The policy behind one that ``torch.compile`` wraps, which names its weights otherwise (SB3 issue 2137)."""
+        return cast(HalfPrecisionPolicy, getattr(self.policy, "_orig_mod", self.policy))
+
+    @property
     def engine(self) -> Engine:
         """What runs the updates of the current policy."""
-        if self._engine is None or self._engine.policy is not self.policy:
-            self._engine = select_engine(self.policy, self.batch_size)
+        policy = self._original_policy
+        if self._engine is None or self._engine.policy is not policy:
+            self._engine = select_engine(policy, self.batch_size)
         return self._engine
 
     def train(self) -> None:
@@ -226,8 +232,7 @@ class PPOFP16(PPO):
         saved = parameters.get("policy.optimizer")
         if saved is not None:
             parameters["policy.optimizer"] = saving.own_optimizer_state(saved, self.policy.optimizer)
-        policy = self.policy
-        self.policy = getattr(policy, "_orig_mod", policy)  # a compiled one reads other names (SB3 issue 2137)
+        policy, self.policy = self.policy, self._original_policy
         try:
             super().set_parameters(parameters, exact_match, device)
         finally:

@@ -226,12 +226,12 @@ def check_file(path: Path) -> None:
                 raise ValueError(f"{path} is damaged: {damaged} in it does not match its checksum.")
             missing = [name for name in _REQUIRED if name not in archive.namelist()]
             if missing:
-                raise ValueError(f"{path} is not a file that PPO.save wrote: it holds no {missing[0]}.")
+                raise ValueError(f"{path} is truncated or no file of PPO.save: it holds no {missing[0]}.")
             version = json.loads(archive.read("data")).get("sb3_fp16_format", FORMAT)
     except (zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path} is not a complete zip file; was it truncated?") from error
+        raise ValueError(f"{path} is truncated or no file of PPO.save: it is not a complete zip.") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a file that PPO.save wrote: its data is not JSON.") from error
+        raise ValueError(f"{path} is no file of PPO.save: its data is not JSON.") from error
     finally:
         if isinstance(path, (str, pathlib.Path)):
             file.close()
