@@ -409,9 +409,9 @@ def test_parameters_pass_between_living_models_and_are_copies():
         assert th.equal(p.half(), q)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_two_models_never_share_state(precision):
-    first, second = trained(precision=precision), trained(precision=precision, seed=1)
+@pytest.mark.parametrize(("cls", "precision"), [(PPOFP16, "fp16"), (PPOFP16, "fp32"), (PPO, "fp16"), (PPO, "fp32")])
+def test_two_models_never_share_state(cls, precision):
+    first, second = trained(precision=precision, cls=cls), trained(precision=precision, seed=1)
     second.set_parameters(first.get_parameters())
     before = everything(second)
     first.learn(32, reset_num_timesteps=False)
