@@ -1,5 +1,7 @@
 """Half-precision actor-critic policies: SB3's own, with 16-bit parameters, activations and backward signals."""
 
+import copy
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -70,6 +72,16 @@ class _StorageObservations(BasePolicy):
             self._saturation_warned.add(name)
             storage = self.precision.storage
             warnings.warn(f"{name} exceeds ±{limit:g} and saturates in {storage}; use VecNormalize.", stacklevel=2)
+
+
+def _check_range(weight: Tensor, name: str, precision: Precision) -> None:
+    """:raises ValueError: for a weight that storage cannot hold, with its name and value"""
+    limit = precision.format.max
+    unusable = weight[~(weight.double().abs() <= limit)]
+    if len(unusable) > 0:
+        value = float(unusable[0])
+        fix = "load it with precision='fp32'" if math.isfinite(value) else "load one saved before training diverged"
+        raise ValueError(f"{name} holds {value:g}, beyond the ±{limit:g} of {precision.storage}; {fix}.")
 
 
 class Evaluation(NamedTuple):
@@ -229,15 +241,31 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         distribution = cast(ResidualDistribution, self._get_action_dist_from_latent(latent_pi))
         return Evaluation(distribution, self.value_net(latent_vf).flatten())
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """
+        Load weights, rounding them to storage.
+
+        :param state_dict: weights of any float format; other arguments are torch's
+        :raises ValueError: for a weight that storage cannot hold, naming it; nothing has changed then
+        """
+        rounded = cast(dict[str, Any], copy.copy(state_dict))  # keeps torch's versions of the modules
+        for name, _ in self.named_parameters():
+            if name in state_dict:
+                _check_range(state_dict[name], name, self.precision)
+                rounded[name] = self.precision.format.store(state_dict[name].float())
+        return super().load_state_dict(rounded, strict, assign)
+
     def load_from_vector(self, vector: np.ndarray) -> None:
         """
         Load parameters from a vector, rounding them to storage.
 
         :param vector: float, shape (parameters,)
+        :raises ValueError: for a value that storage cannot hold; nothing has changed then
         """
+        values = th.as_tensor(vector, dtype=th.float32, device=self.device)
+        _check_range(values, "the vector", self.precision)
         # torch would replace the parameters' dtype by the vector's.
-        values = self.precision.format.store(th.as_tensor(vector, dtype=th.float32, device=self.device))
-        nn.utils.vector_to_parameters(values, self.parameters())
+        nn.utils.vector_to_parameters(self.precision.format.store(values), self.parameters())
 
     def parameters_to_vector(self) -> np.ndarray:
         """Parameters as one FP32 vector."""

@@ -1,7 +1,7 @@
 """PPOFP16: SB3's PPO whose ``train()`` hands one rollout to one engine."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -10,8 +10,10 @@ from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
 
+from sb3_fp16 import saving
 from sb3_fp16.buffers import RolloutBufferFP16
 from sb3_fp16.engines import Engine, UpdateSettings, UpdateStats, select_engine
 from sb3_fp16.policies import ActorCriticPolicyFP16, HalfPrecisionPolicy, half_precision
@@ -42,12 +44,18 @@ class PPOFP16(PPO):
         precision: str | Precision | Mapping[str, Any] = "fp16",
         **kwargs: Any,
     ) -> None:
-        self.precision = Precision.of(precision)
+        self.precision_settings = Precision.of(precision).to_dict()  # plain, for files read without sb3_fp16
         super().__init__(policy, env, *args, **kwargs)
+
+    @property
+    def precision(self) -> Precision:
+        """Number format and protections."""
+        return Precision.of(self.precision_settings)
 
     def _setup_model(self) -> None:
         if "precision" in self.policy_kwargs or "precision" in self.rollout_buffer_kwargs:
             raise ValueError("Pass precision to PPOFP16 itself; policy and rollout buffer follow it.")
+        self.sb3_fp16_format = saving.FORMAT
         given = {name: getattr(self, name) for name in ("policy_class", "policy_kwargs", "rollout_buffer_kwargs")}
         # SB3 builds the half-precision forms, but what the user gave stays in place: a saved model names SB3's classes.
         self.policy_class = half_precision(self.policy_class)
@@ -76,11 +84,16 @@ class PPOFP16(PPO):
         super()._maybe_recommend_cpu(mlp_class_name)
 
     @property
+    def _original_policy(self) -> HalfPrecisionPolicy:
+        """The policy behind one that ``torch.compile`` wraps, which names its weights otherwise (SB3 issue 2137)."""
+        return cast(HalfPrecisionPolicy, getattr(self.policy, "_orig_mod", self.policy))
+
+    @property
     def engine(self) -> Engine:
         """What runs the updates of the current policy."""
-        engine = self._engine
-        if engine is None or engine.policy is not self.policy or engine.optimizer is not self.policy.optimizer:
-            engine = self._engine = select_engine(self.policy, self.batch_size)
+        policy, engine = self._original_policy, self._engine
+        if engine is None or engine.policy is not policy or engine.optimizer is not policy.optimizer:
+            engine = self._engine = select_engine(policy, self.batch_size)
         return engine
 
     def train(self) -> None:
@@ -181,6 +194,100 @@ class PPOFP16(PPO):
             workspace.append(ReportRow("SHARP int32 index", index, 4 * index, 0))
             workspace.append(ReportRow("SHARP FP32 scratch", scratch, 4 * scratch, scratch))
         return PrecisionReport(self.precision.name, tuple(rows), tuple(workspace))
+
+    def get_parameters(self) -> dict[str, dict[str, Any]]:
+        """
+        A copy of the policy's and the optimizer's state that SB3's ``PPO.set_parameters`` takes as well.
+
+        :return: FP32 weights under ``policy``; under ``policy.optimizer`` Adam's state in place of SHARP's, with
+            SHARP's own and the gradient scales in an extra entry
+        """
+        parameters = super().get_parameters()
+        extra = {"engine": self.engine.state_dict(), "precision": self.precision.to_dict()}
+        as_adam = self.policy.optimizer_class is th.optim.Adam
+        return {
+            "policy": saving.upcast(parameters["policy"]),
+            "policy.optimizer": saving.portable_optimizer_state(self.policy.optimizer, as_adam, extra),
+        }
+
+    def set_parameters(
+        self,
+        load_path_or_dict: str | dict[str, Any],
+        exact_match: bool = True,
+        device: th.device | str = "auto",
+    ) -> None:
+        """
+        Take over parameters of a PPOFP16 or of SB3's PPO, rounding them to storage.
+
+        :param load_path_or_dict: a saved model, or what ``get_parameters`` of either gave
+        :param exact_match: whether policy and optimizer must both be there, and complete
+        :param device: to load a saved model to
+        :raises ValueError: for a weight beyond the format's range, or a file that is damaged or not PPO's
+        """
+        if isinstance(load_path_or_dict, dict):
+            parameters: dict[str, Any] = dict(load_path_or_dict)
+        else:
+            saving.check_file(load_path_or_dict)
+            parameters = load_from_zip_file(load_path_or_dict, device=device, load_data=False)[1]
+        saved = parameters.get("policy.optimizer")
+        if saved is not None:
+            parameters["policy.optimizer"] = saving.own_optimizer_state(saved, self.policy.optimizer)
+        policy, self.policy = self.policy, self._original_policy
+        try:
+            super().set_parameters(parameters, exact_match, device)
+        finally:
+            self.policy = policy
+        extra = (saved or {}).get(saving.ENTRY, {})
+        same_precision = extra.get("precision") == self.precision_settings  # else its gradient scales may not fit
+        if same_precision and saving.layout(extra["engine"]) == saving.layout(self.engine.state_dict()):
+            self.engine.load_state_dict(extra["engine"])
+
+    def save(
+        self,
+        path: saving.Path,
+        exclude: Iterable[str] | None = None,
+        include: Iterable[str] | None = None,
+    ) -> None:
+        """
+        Save to a file that SB3's ``PPO.load`` reads too, also where sb3_fp16 is not installed.
+
+        An existing file is replaced once the new one is complete. A warning tells if the model refers to classes of
+        sb3_fp16, so that loading needs it.
+
+        :param path: as SB3 takes it
+        :param exclude: names of attributes to leave out
+        :param include: names of attributes to save that otherwise are not
+        """
+        exclude, include = set(exclude or ()), set(include or ())
+        referring = {"policy_class", "policy_kwargs", "rollout_buffer_class", "rollout_buffer_kwargs"}
+        saving.warn_if_only_for_us({name: vars(self).get(name) for name in sorted(referring - exclude | include)})
+        with saving.replacing(path) as file:
+            super().save(file, exclude, include)
+
+    @classmethod
+    def load(
+        cls: type[SelfPPOFP16],
+        path: saving.Path,
+        env: GymEnv | None = None,
+        device: th.device | str = "auto",
+        custom_objects: dict[str, Any] | None = None,
+        print_system_info: bool = False,
+        force_reset: bool = True,
+        *,
+        precision: str | Precision | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> SelfPPOFP16:
+        """
+        Load a model that PPOFP16 or SB3's PPO saved; other arguments are SB3's.
+
+        :param precision: in place of the saved one; for a model of SB3's PPO ``fp16`` by default
+        :raises ValueError: for a file that is damaged, not PPO's or newer than this package, and for a weight beyond
+            the format's range
+        """
+        saving.check_file(path)
+        if precision is not None:
+            kwargs["precision_settings"] = Precision.of(precision).to_dict()
+        return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_engine"]

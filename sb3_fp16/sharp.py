@@ -411,7 +411,7 @@ class _Bucket:
             update = update + lr * decay * theta
 
         new, carries = self._write_back(group, states, old, update, t)
-        kinds = [_format(group, stored) for stored in (old, old_m, old_w)]
+        kinds = [stored_format(group, stored) for stored in (old, old_m, old_w)]
         new_m = kinds[1].store(m)
         new_w = self._round_root(group, w, kinds[2], t)
         writes = [(steps, old_t, t), (parameters, old, new), (moments, old_m, new_m), (roots, old_w, new_w), *carries]
@@ -463,7 +463,7 @@ class _Bucket:
         self, group: dict[str, Any], states: list[dict[str, Tensor]], old: Tensor, update: Tensor, t: Tensor
     ) -> tuple[Tensor, list[_Write]]:
         """θ − u as it is stored, and what becomes of the carries."""
-        theta, kind = old.float(), _format(group, old)
+        theta, kind = old.float(), stored_format(group, old)
         new = theta - update
         carries: list[_Write] = []
         for mode, members, part in self.runs if old.dtype.itemsize == 2 else ():
@@ -510,8 +510,13 @@ def _hypot(w: Tensor, rms: Tensor, beta2: float) -> Tensor:
     return largest * (beta2 * (w / largest).square() + (1 - beta2) * (rms / largest).square()).sqrt()
 
 
-def _format(group: dict[str, Any], stored: Tensor) -> Format:
-    """What a stored tensor of the group holds."""
+def stored_format(group: Mapping[str, Any], stored: Tensor) -> Format:
+    """
+    The format of a parameter, or of a tensor of its state.
+
+    :param group: its parameter group
+    :param stored: the tensor
+    """
     return format_of(stored.dtype, group["significand_bits"] if stored.dtype.itemsize == 2 else None)
 
 

@@ -17,6 +17,7 @@ ROWS = (
     {"buffers", "layers", "distributions"},
     {"policies"},
     {"engines", "engines.contract", "engines.eager"},
+    {"saving"},
     {"ppo"},
     {"__init__"},
 )
