@@ -2,7 +2,7 @@ import base64
 import copy
 import io
 import json
-import os
+import pathlib
 import pickle
 import re
 import signal
@@ -665,12 +665,22 @@ def test_paths_are_sb3s(tmp_path, monkeypatch):
         PPOFP16.load("absent")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is write-protected from root")
-def test_write_protected_files_are_not_replaced(tmp_path):
-    (tmp_path / "model.zip").write_bytes(b"precious")
-    (tmp_path / "model.zip").chmod(0o444)
+def test_write_protected_files_are_not_replaced(tmp_path, monkeypatch):
+    """Root may write everywhere, so the refusal is made here."""
+    path = tmp_path / "model.zip"
+    path.write_bytes(b"precious")
+    open_ = pathlib.Path.open
+
+    def refuse(self, mode="r", *args, **kwargs):
+        if self.name == path.name and "+" in mode:
+            raise PermissionError(f"{self} is write-protected")
+        return open_(self, mode, *args, **kwargs)
+
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
     with pytest.raises(PermissionError):
-        trained(updates=1).save(tmp_path / "model")
+        trained(updates=1).save(path)
+    assert path.read_bytes() == b"precious"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_save_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
