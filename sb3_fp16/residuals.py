@@ -152,12 +152,13 @@ def _compensated_change(
     """
     Σ Δlog p with every operation rounded to a format, compensated by TwoSum.
 
-    High and low parts are reduced separately over the dimensions in FP32 (paper Sec. 3.2). An FP32 operation on
-    numbers of at most 11 significant bits, rounded to that format, is the format's own operation.
+    High and low parts are reduced separately over the dimensions in FP32 (paper Sec. 3.2).
     """
 
     def r(value: Tensor) -> Tensor:
-        return kind.round(value).float()
+        # Torch's own formats round in each operation. For others, an FP32 operation on numbers of at most 11
+        # significant bits, rounded to the format, is the format's own operation.
+        return value if kind.is_native else kind.round(value).float()
 
     def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a + b = high + low exactly (Ogita et al. 2005)."""
@@ -165,7 +166,7 @@ def _compensated_change(
         b_part = r(high - a)
         return high, r(r(a - r(high - b_part)) + r(b - b_part))
 
-    mean, log_std, actions, mean0, log_std0 = map(r, (mean, log_std, actions, mean0, log_std0))
+    mean, log_std, actions, mean0, log_std0 = (r(kind.round(x)) for x in (mean, log_std, actions, mean0, log_std0))
     inverse_std0 = r(th.exp(-log_std0))
     z0 = r(r(actions - mean0) * inverse_std0)
     dl = r(log_std - log_std0)
@@ -175,7 +176,7 @@ def _compensated_change(
     d, low1 = two_sum(-dl.expand_as(dz), -r(z0 * dz))
     d, low2 = two_sum(d, -r(0.5 * r(dz.square())))
     low = r(r(low1 + low2) - r(r(z0 + dz) * dz_low))
-    return d.sum(dim=-1) + low.sum(dim=-1)
+    return d.float().sum(dim=-1) + low.float().sum(dim=-1)
 
 
 def categorical_log_ratio(logits: Tensor, actions: Tensor, logits0: Tensor) -> Tensor:
