@@ -205,11 +205,20 @@ class RolloutBufferFP16(RolloutBuffer):
         :param batch_size: samples per minibatch, by default all
         """
         assert self.full, "The rollout is not complete."
-        samples = self.buffer_size * self.n_envs
-        order = np.random.permutation(samples)  # counts through environments first, as SB3 does
-        rows = order % self.buffer_size * self.n_envs + order // self.buffer_size
-        for start in range(0, samples, batch_size or samples):
-            yield self._get_samples(rows[start : start + (batch_size or samples)])
+        rows = self.minibatch_rows()
+        size = batch_size or len(rows)
+        for start in range(0, len(rows), size):
+            yield self._get_samples(rows[start : start + size])
+
+    def minibatch_rows(self) -> Array:
+        """
+        One epoch's order, drawn as SB3 draws it.
+
+        :return: rows of the arrays' first two dimensions flattened, shape (n_steps * n_envs,)
+        """
+        order = np.random.permutation(self.buffer_size * self.n_envs)  # counts through environments first, as SB3 does
+        rows: Array = order % self.buffer_size * self.n_envs + order // self.buffer_size
+        return rows
 
     def _get_samples(self, batch_inds: Array, env: Any = None) -> Minibatch:  # type: ignore[override]
         def gather(array: Array) -> Tensor:

@@ -2,6 +2,7 @@
 
 from sb3_fp16.engines.contract import Engine, UpdateSettings, UpdateStats
 from sb3_fp16.engines.eager import EagerEngine
+from sb3_fp16.engines.native import NativeEngine, why_not_native
 from sb3_fp16.policies import HalfPrecisionPolicy
 
 __all__ = ["Engine", "UpdateSettings", "UpdateStats", "select_engine"]
@@ -9,9 +10,10 @@ __all__ = ["Engine", "UpdateSettings", "UpdateStats", "select_engine"]
 
 def select_engine(policy: HalfPrecisionPolicy, batch_size: int) -> Engine:
     """
-    The engine that serves a policy on its device.
+    The fastest engine that serves a policy on its device; its ``reason`` says why it is no faster one.
 
     :param policy: to be trained
     :param batch_size: minibatch size, which the gradient scale depends on
     """
-    return EagerEngine(policy, batch_size)
+    reason = why_not_native(policy)
+    return NativeEngine(policy, batch_size) if reason is None else EagerEngine(policy, batch_size, reason)

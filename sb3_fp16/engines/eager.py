@@ -56,12 +56,13 @@ class EagerEngine:
 
     :param policy: to be trained, with its optimizer
     :param batch_size: minibatch size, which the initial gradient scales depend on
+    :param reason: why this engine serves the policy
     """
 
     name = "eager"
-    reason = "the reference"
 
-    def __init__(self, policy: HalfPrecisionPolicy, batch_size: int) -> None:
+    def __init__(self, policy: HalfPrecisionPolicy, batch_size: int, reason: str = "the reference") -> None:
+        self.reason = reason
         self.policy, self.optimizer = policy, policy.optimizer
         self.networks = policy.networks
         self.gradient_scale = self._initial_scale(policy.precision.gradient_scaling, batch_size)

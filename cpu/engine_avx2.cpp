@@ -1,0 +1,7 @@
+// The engine on avx2. Library headers come first: their functions are shared with other files and must run anywhere.
+#include "headers.h"
+
+#pragma GCC target("avx2,fma,f16c")
+#define SB3_FP16_UPDATE update_avx2
+#define SB3_FP16_FUNCTIONS functions_avx2
+#include "engine.inl"

@@ -1,0 +1,7 @@
+// The engine on avx512. Library headers come first: their functions are shared with other files and must run anywhere.
+#include "headers.h"
+
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#define SB3_FP16_UPDATE update_avx512
+#define SB3_FP16_FUNCTIONS functions_avx512
+#include "engine.inl"

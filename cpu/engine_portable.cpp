@@ -1,0 +1,6 @@
+// The engine on portable. Library headers come first: their functions are shared with other files and must run anywhere.
+#include "headers.h"
+
+#define SB3_FP16_UPDATE update_portable
+#define SB3_FP16_FUNCTIONS functions_portable
+#include "engine.inl"

@@ -1,0 +1,48 @@
+"""
+Builds sb3_fp16._cpu, the native CPU engine; everything else stands in pyproject.toml.
+
+SB3_FP16_CPU = auto (default: without a compiler the package installs and runs on plain torch) | 1 (fail if it cannot
+be built) | 0 (leave it out).
+"""
+
+import os
+import platform
+import sys
+from glob import glob
+
+from pybind11.setup_helpers import Pybind11Extension, build_ext
+from setuptools import setup
+
+SWITCH = os.environ.get("SB3_FP16_CPU", "auto").lower()
+if SWITCH not in ("auto", "0", "1"):
+    raise SystemExit(f"SB3_FP16_CPU={SWITCH!r}; expected auto, 0 or 1.")
+
+SOURCES = ["cpu/bindings.cpp", "cpu/engine_portable.cpp"]
+if platform.machine() in ("x86_64", "AMD64"):
+    SOURCES += ["cpu/engine_avx2.cpp", "cpu/engine_avx512.cpp"]
+
+extension = Pybind11Extension(
+    "sb3_fp16._cpu",
+    SOURCES,
+    cxx_std=17,
+    depends=[*glob("cpu/*.h"), *glob("cpu/*.inl"), *glob("cuda/*.h")],
+    # Same operations in the same order as on a GPU: no contraction outside products, which ask for it themselves.
+    extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
+)
+
+
+class BestEffort(build_ext):
+    """A build that may fail without failing the installation."""
+
+    def build_extension(self, ext: Pybind11Extension) -> None:
+        """Compile, or say why not."""
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            if SWITCH == "1":
+                raise
+            self.warn(f"{ext.name} was not built ({error}); updates will run on plain torch, some ten times slower")
+
+
+wanted = SWITCH == "1" or (SWITCH == "auto" and sys.platform != "win32")
+setup(ext_modules=[extension] if wanted else [], cmdclass={"build_ext": BestEffort})

@@ -1,0 +1,237 @@
+"""The native engine against the reference: same rollout, same order of minibatches, every instruction set."""
+
+import itertools
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from torch import nn
+
+from sb3_fp16 import PPOFP16, SHARP, Precision, _cpu
+from sb3_fp16.engines.eager import EagerEngine
+from sb3_fp16.engines.native import NativeEngine
+from sb3_fp16.sharp import ROOT_ROUNDING, SHARING, WRITEBACK
+from tests.test_engines import collected
+
+ISAS = [isa for isa in ("portable", "avx2", "avx512") if _cpu.supports(isa)]
+HALVES = np.arange(2**16, dtype=np.uint16)
+
+
+def both(toy_env, isa="portable", updates=1, seed=0, **settings):
+    """The same model trained by each engine; their parameters before and after, and the models."""
+    models = [collected(PPOFP16, toy_env(), **settings) for _ in range(2)]
+    models[0]._engine = EagerEngine(models[0].policy, models[0].batch_size)
+    models[1]._engine = NativeEngine(models[1].policy, models[1].batch_size, isa)
+    before = models[0].policy.parameters_to_vector()
+    for model in models:
+        np.random.seed(seed)
+        for _ in range(updates):
+            model.train()
+        assert model.engine.name == ("eager" if model is models[0] else "native")
+    return before, *models
+
+
+def distance(before, eager, native):
+    """RMS difference of the parameters in units of their RMS movement."""
+    a, b = eager.policy.parameters_to_vector(), native.policy.parameters_to_vector()
+    moved = np.sqrt(((a - before) ** 2).mean())
+    assert moved > 0
+    return np.sqrt(((a - b) ** 2).mean()) / moved
+
+
+def logged(model):
+    return {key: value for key, value in model.logger.name_to_value.items() if key.startswith("train/")}
+
+
+BOUNDS = {"fp16": 0.05, "fp32": 1e-3}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize(
+    "net_arch", [[], [7], [64, 64], [100, 33, 512], {"pi": [64], "vf": [9, 17]}, {"pi": [], "vf": [16]}]
+)
+def test_twenty_minibatches(toy, isa, precision, net_arch):
+    settings = {"n_steps": 320, "n_epochs": 4, "policy_kwargs": {"net_arch": net_arch}}
+    before, eager, native = both(toy, isa, precision=precision, **settings)
+    assert distance(before, eager, native) < BOUNDS[precision]
+    ours = logged(native)
+    for key, value in logged(eager).items():
+        assert ours[key] == pytest.approx(value, rel=0.02, abs=2e-3, nan_ok=True), key
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_size": 50},
+        {"batch_size": 1000},
+        {"batch_size": 63, "clip_range_vf": 0.1, "ent_coef": 0.02},
+        {"normalize_advantage": False, "vf_coef": 1.3, "max_grad_norm": 0.01},
+        {"clip_range": 0.005, "learning_rate": 3e-3},
+        {"clip_range": 1.5},
+        {"policy_kwargs": {"log_std_init": -1.5}},
+        {"policy_kwargs": {"optimizer_kwargs": {"weight_decay": 0.1, "eps": 1e-5}}},
+    ],
+)
+def test_settings(toy, precision, settings):
+    before, eager, native = both(toy, precision=precision, n_steps=256, n_epochs=3, **settings)
+    assert distance(before, eager, native) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("sharing", "root", "write"), list(itertools.product(SHARING, ROOT_ROUNDING, WRITEBACK)))
+def test_every_sharp_mode(toy, isa, sharing, root, write):
+    """State after some steps: the same formats, and the same numbers but where a gradient was rounded otherwise."""
+    modes = {"input_sharing": sharing, "hidden_sharing": sharing, "root_rounding": root, "writeback": write}
+    precision = Precision(log_std_writeback=write, **modes)
+    before, eager, native = both(toy, isa, precision=precision, n_epochs=4, policy_kwargs={"net_arch": [24]})
+    assert distance(before, eager, native) < 0.05
+    for p, q in zip(eager.policy.parameters(), native.policy.parameters(), strict=True):
+        ours, theirs = native.policy.optimizer.state[q], eager.policy.optimizer.state[p]
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name].dtype == value.dtype
+            difference = (ours[name].double() - value.double()).norm()
+            assert difference <= 0.02 * value.double().norm() + (1e-4 if name == "carry" else 0), name
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_sharps_weight_decay(toy, decoupled):
+    kwargs = {"optimizer_class": SHARP, "optimizer_kwargs": {"weight_decay": 0.3, "decoupled_weight_decay": decoupled}}
+    before, eager, native = both(toy, n_epochs=10, policy_kwargs=kwargs)
+    assert distance(before, eager, native) < 0.05
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_an_unchanged_policy_has_a_log_ratio_of_zero_whatever_the_batch(toy, isa):
+    """Learning rate 0: all batch sizes see the same policy, and statistics equal to the last bit."""
+    seen = set()
+    for batch_size in (64, 7, 1):
+        model = collected(PPOFP16, toy(), learning_rate=0.0, batch_size=64, normalize_advantage=False)
+        model.batch_size = batch_size
+        model._engine = NativeEngine(model.policy, batch_size, isa)
+        model.train()
+        seen.add(logged(model)["train/clip_fraction"])
+        assert logged(model)["train/approx_kl"] < 1e-6
+    assert seen == {0.0}
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+def test_target_kl_stops_alike_and_leaves_the_same_random_state(toy, precision):
+    settings = {"target_kl": 2e-3, "n_epochs": 50, "learning_rate": 3e-3, "n_steps": 256}
+    _, eager, native = both(toy, precision=precision, **settings)
+    assert logged(native)["train/n_updates"] == logged(eager)["train/n_updates"] < 50
+    np.random.seed(0)
+    eager.train()
+    a = np.random.rand()
+    np.random.seed(0)
+    native.train()
+    assert np.random.rand() == a
+
+
+def test_overflow_skips_alike(toy):
+    _, eager, native = both(toy, n_epochs=3)
+    for model in (eager, native):
+        model.engine.gradient_scale.scales = th.tensor([2.0**40, 2.0**7])
+        before = model.policy.parameters_to_vector()
+        model.n_epochs = 1
+        model.train()
+        np.testing.assert_array_equal(model.policy.parameters_to_vector(), before)
+        assert logged(model)["train/skipped_steps"] == 1
+        assert np.isnan(logged(model)["train/grad_norm"])
+    for name, value in eager.engine.state_dict().items():
+        assert th.equal(value, native.engine.state_dict()[name]), name
+
+
+def test_what_cannot_recover_is_an_error_and_changes_nothing(toy):
+    model = collected(PPOFP16, toy(), n_epochs=60, normalize_advantage=False)
+    assert model.engine.name == "native"
+    model.rollout_buffer.advantages[3] = np.nan
+    before = model.policy.parameters_to_vector()
+    with pytest.raises(ValueError, match="steps in a row"):
+        model.train()
+    np.testing.assert_array_equal(model.policy.parameters_to_vector(), before)
+
+
+def test_a_user_can_interrupt_between_minibatches(toy):
+    model = collected(PPOFP16, toy(), n_epochs=1_000_000)
+    assert model.engine.name == "native"
+    rows, model.rollout_buffer.minibatch_rows = model.rollout_buffer.minibatch_rows(), lambda: rows
+    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        model.train()
+    assert np.isfinite(model.policy.parameters_to_vector()).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"precision": "paper"}, "precision paper"),
+        ({"policy_kwargs": {"activation_fn": nn.ReLU}}, "not tanh"),
+        ({"policy_kwargs": {"optimizer_class": th.optim.SGD}}, "SGD"),
+        ({"use_sde": True}, "no plain Gaussian"),
+        ({"policy_kwargs": {"share_features_extractor": False}}, None),
+    ],
+)
+def test_why_another_engine_serves(toy, capsys, settings, reason):
+    model = PPOFP16("MlpPolicy", toy(), device="cpu", verbose=1, **settings)
+    printed = capsys.readouterr().out
+    assert model.engine.name == ("native" if reason is None else "eager")
+    assert (reason or "one C++ call per update") in printed
+
+
+def test_discrete_actions_run_eager(toy):
+    assert "no plain Gaussian" in PPOFP16("MlpPolicy", toy(spaces.Discrete(3)), device="cpu").engine.reason
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_halves_convert_exactly(isa):
+    floats = _cpu.to_float(isa, HALVES)
+    np.testing.assert_array_equal(floats.view(np.uint32), HALVES.view(np.float16).astype(np.float32).view(np.uint32))
+    words = np.random.default_rng(0).integers(0, 2**32, 1 << 22, dtype=np.uint32)
+    ties = (floats.view(np.uint32)[:, None].astype(np.int64) + np.array([-1, 0, 1, 0xFFF, 0x1000, 0x1001])).ravel()
+    for x in (words.view(np.float32), (ties % 2**32).astype(np.uint32).view(np.float32)):
+        with np.errstate(all="ignore"):
+            expected = x.astype(np.float16)
+        ours = _cpu.to_half(isa, x).view(np.float16)
+        nan = np.isnan(expected)
+        np.testing.assert_array_equal(ours[~nan].view(np.uint16), expected[~nan].view(np.uint16))
+        assert np.isnan(ours[nan]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ISAS)
+def test_all_floats_convert_to_halves_as_numpy_does(isa):
+    for start in range(0, 2**32, 1 << 26):
+        x = np.arange(start, start + (1 << 26), dtype=np.uint64).astype(np.uint32).view(np.float32)
+        with np.errstate(all="ignore"):
+            expected = x.astype(np.float16)
+        ours = _cpu.to_half(isa, x).view(np.float16)
+        assert ((ours.view(np.uint16) == expected.view(np.uint16)) | (np.isnan(ours) & np.isnan(expected))).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("name", "bound"), [("tanh", 4e-7), ("exp", 3e-7), ("expm1", 5e-7)])
+def test_elementary_functions(isa, name, bound):
+    """Far below half a unit of FP16 (2.4e-4), and the same bits for every instruction set."""
+    small = np.exp2(np.linspace(-24, 4, 200_000))
+    x = np.concatenate([small, -small, np.linspace(-80, 80, 200_000)]).astype(np.float32)
+    ours = _cpu.elementwise(isa, name, x)
+    exact = getattr(np, name)(x.astype(np.float64))
+    assert np.max(np.abs(ours - exact) / np.maximum(np.abs(exact), 1e-30)) < bound
+    np.testing.assert_array_equal(ours, _cpu.elementwise("portable", name, x))
+    special = _cpu.elementwise(isa, name, np.array([0.0, -np.inf, np.inf, np.nan], np.float32))
+    assert special[0] == (1 if name == "exp" else 0)
+    assert np.isnan(special[3])
+    assert special[1] == pytest.approx({"tanh": -1, "exp": 0, "expm1": -1}[name], abs=1e-30)
+    if name == "tanh":
+        assert special[2] == 1
+
+
+def test_unknown_instruction_sets_are_refused():
+    with pytest.raises(ValueError, match="does not support"):
+        _cpu.to_half("sse9", np.zeros(3, np.float32))
