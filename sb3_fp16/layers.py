@@ -21,6 +21,8 @@ _ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.Sig
 _STRUCTURE = (nn.Flatten, nn.Identity, nn.Sequential)
 # What autocast runs in 16 bits.
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.Bilinear)
+# What uses the parameters of its children without calling them.
+_COMPOSITES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _COPY_SALT = 0x2545F491
 
 
@@ -92,7 +94,9 @@ class _RuledLayer(nn.Module):
         # The original layer, but for its parameters; self stays untouched, as other threads may be acting with it.
         layer = self.original.__new__(self.original)
         parameters = {name: p if p is None else self.rule.parameter(p) for name, p in self._parameters.items()}
-        layer.__dict__ = {**self.__dict__, "_parameters": parameters}
+        # weight_norm and its like leave what they compute among the plain attributes.
+        computed = {name: self.rule.parameter(x) for name, x in self.__dict__.items() if isinstance(x, Tensor)}
+        layer.__dict__ = {**self.__dict__, **computed, "_parameters": parameters}
         given = {name: self.rule.input(value) for name, value in kwargs.items()}
         return self.rule.output(layer.forward(*map(self.rule.input, inputs), **given))
 
@@ -126,7 +130,9 @@ def apply_precision(precision: Precision, network: nn.Module, heads: Sequence[nn
     for parameter in network.parameters():
         parameter.data = precision.format.store(parameter.data)
     for module in network.modules():
-        rule = None if list(module.children()) else _rule(precision, module, module in heads)
+        is_layer = not list(module.children()) or (precision.compute != "storage" and isinstance(module, _COMPOSITES))
+        is_new = not isinstance(module, _RuledLayer)
+        rule = _rule(precision, module, module in heads) if is_layer and is_new else None
         if rule is not None:
             module.__class__ = _layer_class(type(module), rule)  # type: ignore[arg-type]
 

@@ -103,9 +103,6 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
     :param precision: number format and protections, a preset's name or a ``Precision``
     """
 
-    absolute_because: str | None
-    """Why the log-ratio is formed from absolute log-probabilities; None where residuals serve."""
-
     def __init__(self, *args: Any, precision: str | Precision | Mapping[str, Any] = "fp16", **kwargs: Any) -> None:
         self.precision = Precision.of(precision)
         self._saturation_warned: set[str] = set()
@@ -115,54 +112,81 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         """Build SB3's networks in FP32, as orthogonal initialisation has no half kernel on CPUs, then store them."""
         if self.precision.log_ratio != "absolute" or self.precision.compute_format.name != "fp32":
             self.action_dist = with_residuals(self.action_dist, self.precision)
-        self.absolute_because = self._why_absolute()
         optimizer_class = self.optimizer_class
         if self.precision.optimizer == "sharp" and optimizer_class in (th.optim.Adam, SHARP):  # Adam is SB3's default
             self.optimizer_class = self._make_sharp  # type: ignore[assignment]
         super()._build(lr_schedule)
         self.optimizer_class = optimizer_class
+        self.complete()
+
+    def complete(self) -> None:
+        """Apply the precision to what a user's class has added or replaced since the networks were built."""
         if self.precision.compute_format.name != "fp32":
             apply_precision(self.precision, self, heads=(self.action_net, self.value_net))
+        if type(self.optimizer) is th.optim.Adam and self.precision.optimizer == "sharp":
+            self.optimizer = self._make_sharp(self.parameters(), self.optimizer.defaults["lr"], **self.optimizer_kwargs)
 
     def _make_sharp(self, parameters: Iterable[nn.Parameter], lr: float, **users: Any) -> SHARP:
         """SHARP as the precision asks for: fine-grained heads (paper Sec. 3.3), their own rules for inputs and l."""
-        heads = {id(p) for head in (self.action_net, self.value_net) for p in head.parameters()}
-        inputs = {id(p) for layer in self._input_layers() for p in layer.parameters()}
-        log_std = id(getattr(self, "log_std", None))
-        sharing, writeback = [], []
-        for parameter in self.parameters():
-            key = id(parameter)
-            shared = self.precision.input_sharing if key in inputs else self.precision.hidden_sharing
-            sharing.append("elementwise" if key in heads else shared)
-            writeback.append(self.precision.log_std_writeback if key == log_std else self.precision.writeback)
+        for name in ("foreach", "fused", "capturable", "differentiable"):  # how Adam runs, not what it computes
+            users.pop(name, None)
+        for name in ("amsgrad", "maximize"):
+            if users.pop(name, False):
+                raise ValueError(f"SHARP, which stands in for Adam, has no {name}; use precision='fp32'.")
         settings = {
-            "sharing": sharing,
-            "writeback": writeback,
             "root_rounding": self.precision.root_rounding,
             "state_dtype": self.precision.dtype,
             "significand_bits": None if self.precision.format.is_native else self.precision.format.significand_bits,
             "seed": th.initial_seed() & 0xFFFFFFFF,
         }
-        return SHARP(parameters, lr=lr, **{**settings, **users})
+        given: list[Any] = list(parameters)
+        groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
+        for group in groups:
+            group["params"] = list(group["params"])
+        modes = [{k: v for k, v in self._modes(g["params"]).items() if k not in users} for g in groups]
+        groups = [{**own, **g} for own, g in zip(modes, groups, strict=True)]
+        return SHARP(groups, lr=lr, **{**settings, **users})
+
+    def _modes(self, parameters: list[nn.Parameter]) -> dict[str, list[str]]:
+        """Sharing and writeback of each parameter."""
+        heads = {id(p) for head in (self.action_net, self.value_net) for p in head.parameters()}
+        inputs = {id(p) for layer in self._input_layers() for p in layer.parameters()}
+        log_std = getattr(self, "log_std", None)
+        # gSDE's is a matrix: a carry for each element would be FP32 state of its size.
+        carried = log_std if log_std is not None and log_std.ndim == 1 else None
+        sharing: list[str] = [
+            "elementwise"
+            if id(p) in heads
+            else (self.precision.input_sharing if id(p) in inputs else self.precision.hidden_sharing)
+            for p in parameters
+        ]
+        writeback: list[str] = [
+            self.precision.log_std_writeback if p is carried else self.precision.writeback for p in parameters
+        ]
+        return {"sharing": sharing, "writeback": writeback}
 
     def _input_layers(self) -> list[nn.Module]:
         """The first layer with parameters of each network that reads observations."""
         readers: list[nn.Module] = [self.pi_features_extractor, self.vf_features_extractor]
         if not any(True for reader in readers for _ in reader.parameters()):
-            readers = [self.mlp_extractor.policy_net, self.mlp_extractor.value_net]
+            of_sb3 = type(self.mlp_extractor) is MlpExtractor
+            mlp = self.mlp_extractor
+            readers = [mlp.policy_net, mlp.value_net] if of_sb3 else [mlp]
         first = (next((m for m in reader.modules() if m._parameters), None) for reader in readers)
         return [layer for layer in first if layer is not None]
 
     @property
     def networks(self) -> dict[str, list[nn.Parameter]]:
         """Parameters by network: ``policy`` and ``value`` where no layer serves both, else ``shared``."""
+        if type(self.mlp_extractor) is not MlpExtractor or self.overridden:
+            return {"shared": list(self.parameters())}
         critic = [self.mlp_extractor.value_net, self.value_net]
         if self.vf_features_extractor is not self.pi_features_extractor:
             critic.append(self.vf_features_extractor)
         shares_features = self.vf_features_extractor is self.pi_features_extractor and any(
             True for _ in self.features_extractor.parameters()
         )
-        if shares_features or type(self.mlp_extractor) is not MlpExtractor or self.overridden:
+        if shares_features:
             return {"shared": list(self.parameters())}
         of_critic = {id(parameter) for module in critic for parameter in module.parameters()}
         return {
@@ -175,6 +199,15 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         """Methods through which a user's class may define another policy than SB3's networks and distributions."""
         names = ("forward", "evaluate_actions", "_get_action_dist_from_latent")
         return [name for name in names if _defined_by_user(type(self), name)]
+
+    @property
+    def absolute_because(self) -> str | None:
+        """Why the log-ratio is formed from absolute log-probabilities; None where residuals serve."""
+        kind, reason = self.__dict__.get("_absolute", (None, None))
+        if kind is not type(self.action_dist):  # a user's class may set another at any time
+            reason = self._why_absolute()
+            self.__dict__["_absolute"] = type(self.action_dist), reason
+        return cast("str | None", reason)
 
     def _why_absolute(self) -> str | None:
         if self.precision.log_ratio.startswith("absolute"):
@@ -208,7 +241,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         distribution = super()._get_action_dist_from_latent(latent_pi)
         if not self.training and hasattr(distribution, "behaviour"):
             outputs = distribution.behaviour()[0]
-            if not th.isfinite(outputs).all():
+            if not (outputs < th.inf).all():  # NaN or infinite; -inf is how a user masks an action
                 raise ValueError(
                     f"The policy's activations overflow {self.precision.storage}, its output is not finite. "
                     "Normalise observations and rewards (VecNormalize), or lower learning_rate."
@@ -239,7 +272,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
                 self.mlp_extractor.forward_critic(features[1]),
             )
         distribution = cast(ResidualDistribution, self._get_action_dist_from_latent(latent_pi))
-        return Evaluation(distribution, self.value_net(latent_vf).flatten())
+        return Evaluation(distribution, self.value_net(latent_vf).flatten().float())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """

@@ -1,6 +1,7 @@
 """PPOFP16: SB3's PPO whose ``train()`` hands one rollout to one engine."""
 
 import inspect
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -70,6 +71,7 @@ class PPOFP16(PPO):
             super()._setup_model()
         finally:
             vars(self).update(given)
+        self._original_policy.complete()
         self._update_settings()  # unusable ones are named here, not after the first rollout
         if isinstance(self.policy.optimizer, SHARP):
             for group in self.policy.optimizer.param_groups:
@@ -79,6 +81,11 @@ class PPOFP16(PPO):
             print(f"Using precision {self.precision.name} and the {self.engine.name} engine ({self.engine.reason})")
             if not self.precision.log_ratio.startswith("absolute") and self.policy.absolute_because is not None:
                 print(f"The log-ratio is absolute, in FP32: {self.policy.absolute_because}")
+
+    def _update_current_progress_remaining(self, num_timesteps: int, total_timesteps: int) -> None:
+        # The last rollout may overshoot total_timesteps; schedules that end at 0 must not go on below.
+        super()._update_current_progress_remaining(num_timesteps, total_timesteps)
+        self._current_progress_remaining = max(0.0, self._current_progress_remaining)
 
     def _maybe_recommend_cpu(self, mlp_class_name: str = ActorCriticPolicyFP16.__name__) -> None:
         super()._maybe_recommend_cpu(mlp_class_name)
@@ -237,6 +244,8 @@ class PPOFP16(PPO):
             super().set_parameters(parameters, exact_match, device)
         finally:
             self.policy = policy
+        if saved is not None and self.precision.optimizer != "adam":
+            saving.keep_formats(parameters["policy.optimizer"], self.policy.optimizer)
         extra = (saved or {}).get(saving.ENTRY, {})
         same_precision = extra.get("precision") == self.precision_settings  # else its gradient scales may not fit
         if same_precision and saving.layout(extra["engine"]) == saving.layout(self.engine.state_dict()):
@@ -287,7 +296,10 @@ class PPOFP16(PPO):
         saving.check_file(path)
         if precision is not None:
             kwargs["precision_settings"] = Precision.of(precision).to_dict()
-        return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+        try:
+            return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{path} is damaged: an entry in it holds no weights.") from error
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_engine"]

@@ -76,6 +76,8 @@ class Precision:
             raise ValueError("Precision: storage='fp32' stores actions as they are; set round_actions=False.")
         if self.compute != "storage" and self.storage != "fp32":
             raise ValueError(f"Precision: compute={self.compute!r} is mixed precision; it needs storage='fp32'.")
+        if self.optimizer == "adam" and not self.format.is_native:
+            raise ValueError(f"Precision: torch's Adam does not round to {self.storage}; use optimizer='sharp'.")
         if not self.global_scalars and self.gradient_scaling != "off":
             raise ValueError("Precision: gradient scales are part of module A; set gradient_scaling='off' without it.")
 

@@ -160,13 +160,15 @@ def _compensated_change(
         # significant bits, rounded to the format, is the format's own operation.
         return value if kind.is_native else kind.round(value).float()
 
+    stored = (x.to(kind.dtype) if kind.is_native else r(x) for x in (mean, log_std, actions, mean0, log_std0))
+
     def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a + b = high + low exactly (Ogita et al. 2005)."""
         high = r(a + b)
         b_part = r(high - a)
         return high, r(r(a - r(high - b_part)) + r(b - b_part))
 
-    mean, log_std, actions, mean0, log_std0 = (r(kind.round(x)) for x in (mean, log_std, actions, mean0, log_std0))
+    mean, log_std, actions, mean0, log_std0 = stored
     inverse_std0 = r(th.exp(-log_std0))
     z0 = r(r(actions - mean0) * inverse_std0)
     dl = r(log_std - log_std0)

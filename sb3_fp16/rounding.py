@@ -85,6 +85,7 @@ class Format:
     def _round(self, values: Tensor) -> Tensor:
         if self.is_native:
             return values.to(self.dtype)
+        values = values.float()
         tick = self.tick(values)
         rounded = (values / tick).round() * tick  # ties to even
         return rounded.masked_fill(rounded.abs() > self.max, th.inf).copysign(values).to(self.dtype)

@@ -17,6 +17,7 @@ import shutil
 import uuid
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from os import fsync
 from typing import Any
@@ -96,6 +97,23 @@ def own_optimizer_state(saved: Mapping[str, Any], optimizer: th.optim.Optimizer)
     return from_adam(adam if is_sharp else state, optimizer)
 
 
+def keep_formats(state: StateDict, optimizer: th.optim.Optimizer) -> None:
+    """
+    Put back what torch has cast to the parameters' format: a user's optimizer keeps FP32 state of 16-bit parameters.
+
+    :param state: what the optimizer has loaded
+    :param optimizer: changed in place; SHARP keeps formats by itself
+    """
+    if isinstance(optimizer, SHARP):
+        return
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=True):
+        for name, value in state["state"].get(key, {}).items():
+            if name != "step" and isinstance(value, Tensor):
+                optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
 def to_adam(own: Mapping[str, Any]) -> StateDict:
     """
     SHARP's state as torch's Adam keeps it: exp_avg = m/S, exp_avg_sq = (w/S)², FP32, exact for FP16 m and w.
@@ -164,8 +182,10 @@ def _sharp_state(
     """One parameter's state in the formats and shapes of ``form``."""
     scale = group["state_scale"]
     moment, square = adam["exp_avg"].double(), adam["exp_avg_sq"].double()
-    if not (th.isfinite(moment).all() and th.isfinite(square).all()):
-        raise ValueError(f"The optimizer state of parameter {key} is not finite; save the model before it diverges.")
+    if not (th.isfinite(moment).all() and th.isfinite(square).all() and (square >= 0).all()):
+        raise ValueError(
+            f"The optimizer state of parameter {key} is not finite or negative; the file is damaged or diverged."
+        )
     root = square
     if form["root_second_moment"].shape != form["first_moment"].shape:
         square = square.flatten(1)
@@ -229,8 +249,11 @@ def check_file(path: Path) -> None:
             missing = [name for name in _REQUIRED if name not in archive.namelist()]
             if missing:
                 raise ValueError(f"{path} is truncated or no file of PPO.save: it holds no {missing[0]}.")
-            version = json.loads(archive.read("data")).get("sb3_fp16_format", FORMAT)
-    except (zipfile.BadZipFile, EOFError) as error:
+            data = json.loads(archive.read("data"))
+            if not isinstance(data, dict) or "clip_range" not in data:
+                raise ValueError(f"{path} is no file of PPO.save: its data is that of something else.")
+            version = data.get("sb3_fp16_format", FORMAT)
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
         raise ValueError(f"{path} is truncated or no file of PPO.save: it is not a complete zip.") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no file of PPO.save: its data is not JSON.") from error
@@ -239,6 +262,8 @@ def check_file(path: Path) -> None:
             file.close()
         else:
             file.seek(position)
+    if not isinstance(version, int):
+        raise ValueError(f"{path} is damaged: sb3_fp16_format is {version!r}.")
     if version > FORMAT:
         raise ValueError(f"{path} was saved by a newer sb3_fp16 (format {version}, known {FORMAT}); upgrade sb3_fp16.")
 

@@ -212,16 +212,47 @@ def test_a_users_buffer_trains_through_absolute_log_ratios(toy):
     assert np.abs(model.policy.parameters_to_vector() - before).max() > 0
 
 
-@pytest.mark.parametrize("settings", [{"momentum": 0.0}, {"momentum": 0.9}])
-def test_a_users_optimizer_gets_true_gradients(toy, settings):
-    settings = {"optimizer_class": th.optim.SGD, "optimizer_kwargs": settings}
-    model = collected(PPOFP16, toy(), learning_rate=0.1, max_grad_norm=0.05, policy_kwargs=settings)
-    before = model.policy.parameters_to_vector()
+OPTIMIZERS = ["SGD", "Adagrad", "AdamW", "RMSprop", "RAdam", "NAdam"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "paper", "bf16", "e5m7"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_users_optimizer_works_in_fp32(toy, optimizer, precision):
+    """The step is the one that the optimizer makes on FP32 copies with true gradients, rounded to a neighbour."""
+    settings = {"policy_kwargs": {"optimizer_class": getattr(th.optim, optimizer)}, "learning_rate": 1e-2}
+    model = collected(PPOFP16, toy(), precision=precision, max_grad_norm=0.05, **settings)
+    parameters, engine = list(model.policy.parameters()), model.engine
+    copies = [th.nn.Parameter(p.detach().float()) for p in parameters]
+    reference = getattr(th.optim, optimizer)(copies, lr=1e-2)
+    step, given = model.policy.optimizer.step, []
+    model.policy.optimizer.step = lambda: (given.extend(p.grad.clone() for p in parameters), step())
     model.train()
+    assert math.sqrt(sum(float(g.double().square().sum()) for g in given)) == pytest.approx(0.05, rel=2e-2)
+    for copy_, gradient in zip(copies, given, strict=True):
+        copy_.grad = gradient.float()
+    reference.step()
+    kind = model.precision.format
+    for p, q in zip(parameters, copies, strict=True):
+        assert p.dtype == kind.dtype
+        assert th.equal(kind.store(p.detach().float()), p.detach())
+        assert ((p.detach().float() - q.detach()).abs() <= kind.tick(q.detach())).all()
+        for value in model.policy.optimizer.state[p].values():
+            assert not isinstance(value, th.Tensor) or value.dtype == th.float32
+    del model.policy.optimizer.step
+    for _ in range(5):
+        model.train()
     assert np.isfinite(model.policy.parameters_to_vector()).all()
-    applied = np.sqrt(sum(float(p.grad.double().square().sum()) for p in model.policy.parameters()))
-    assert applied == pytest.approx(0.05, rel=2e-2)
-    assert (model.policy.parameters_to_vector() != before).any()
+    assert engine is model.engine
+
+
+def test_torchs_adam_on_fp16_state_diverges_and_is_taken_back(toy):
+    """Its second moment underflows to zero, and 1e-8 is zero too."""
+    kwargs = {"optimizer_kwargs": {"eps": 1e-8}}
+    model = collected(PPOFP16, toy(), precision=Precision(optimizer="adam"), policy_kwargs=kwargs)
+    before = model.policy.parameters_to_vector()
+    with pytest.raises(ValueError, match="Adam made parameters infinite"):
+        model.train()
+    np.testing.assert_array_equal(model.policy.parameters_to_vector(), before)
 
 
 def test_losses_are_logged_from_what_the_oracle_computes(toy, recorder):
@@ -246,12 +277,3 @@ def test_engine_state_round_trip(toy):
     first.gradient_scale.update(th.tensor([th.inf, 1.0]))
     second.load_state_dict(first.state_dict())
     assert second.gradient_scale.scales.tolist() == [2048, 128]
-
-
-def test_a_users_optimizer_that_diverges_in_fp16_is_taken_back(toy):
-    """RMSprop's second moment underflows to zero: its first step would be infinite."""
-    model = collected(PPOFP16, toy(), policy_kwargs={"optimizer_class": th.optim.RMSprop})
-    before = model.policy.parameters_to_vector()
-    with pytest.raises(ValueError, match="RMSprop made parameters infinite"):
-        model.train()
-    np.testing.assert_array_equal(model.policy.parameters_to_vector(), before)

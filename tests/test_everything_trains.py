@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.distributions import DiagGaussianDistribution
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.policies import ActorCriticCnnPolicy, ActorCriticPolicy, MultiInputActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 from torch import nn
 
-from sb3_fp16 import PPOFP16
+from sb3_fp16 import PPOFP16, SHARP
 
 PRESETS = ("fp16", "paper", "fp32")
 
@@ -201,3 +202,131 @@ def test_rollouts_smaller_than_a_minibatch():
 def test_float64_actions_come_back_in_the_spaces_type():
     model = train(environment("box64", "box64"))
     assert model.predict(np.zeros(5))[0].dtype == np.float64
+
+
+@pytest.mark.parametrize("precision", ["e5m9", "e5m7", "e5m5", "bf16"])
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 3)])
+def test_formats_on_odd_action_sizes(precision, shape):
+    env = Anything(OBSERVATIONS["box"](), spaces.Box(-1, 1, shape))
+    train(env, precision=precision, moved=0.02)
+    train(env, precision=precision, moved=0.02, use_sde=True)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "clip_range", "clip_range_vf"])
+@pytest.mark.parametrize("precision", PRESETS)
+def test_linear_schedules_end_at_zero(precision, name):
+    """The last rollout overshoots total_timesteps, and SB3's progress would go below 0."""
+    schedule = {name: lambda progress: 1e-3 * progress}
+    model = PPOFP16("MlpPolicy", environment(), n_steps=64, device="cpu", precision=precision, **schedule)
+    model.learn(100)
+    assert model.num_timesteps == 128
+
+
+class SharedNet(nn.Module):
+    """All that SB3 asks of an mlp_extractor."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.latent_dim_pi = self.latent_dim_vf = 32
+        self.shared = nn.Sequential(nn.Linear(features, 32), nn.ReLU())
+
+    def forward(self, x):
+        hidden = self.shared(x)
+        return hidden, hidden
+
+    def forward_actor(self, x):
+        return self.shared(x)
+
+    forward_critic = forward_actor
+
+
+class SharedPolicy(ActorCriticPolicy):
+    def _build_mlp_extractor(self):
+        self.mlp_extractor = SharedNet(self.features_dim)
+
+
+class OwnDistribution(DiagGaussianDistribution):
+    pass
+
+
+class DistributionPolicy(ActorCriticPolicy):
+    def _build(self, lr_schedule):
+        self.action_dist = OwnDistribution(2)
+        super()._build(lr_schedule)
+
+
+class LateDistributionPolicy(ActorCriticPolicy):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.action_dist = OwnDistribution(2)
+
+
+class LateHeadPolicy(ActorCriticPolicy):
+    """Replaces a network and the optimizer after SB3's constructor."""
+
+    def __init__(self, observation_space, action_space, lr_schedule, *args, **kwargs):
+        super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
+        self.value_net = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
+
+
+class GroupsPolicy(ActorCriticPolicy):
+    def _build(self, lr_schedule):
+        super()._build(lr_schedule)
+        parameters = list(self.parameters())
+        groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 1e-4}]
+        self.optimizer = self.optimizer_class(groups, lr=lr_schedule(1))
+
+
+@pytest.mark.parametrize("precision", [*PRESETS, "amp-fp16", "bf16-sr"])
+@pytest.mark.parametrize(
+    "policy", [SharedPolicy, DistributionPolicy, LateDistributionPolicy, LateHeadPolicy, GroupsPolicy]
+)
+def test_users_policies_of_many_kinds(policy, precision):
+    model = train(environment(), policy, precision)
+    if precision == "fp16":
+        assert isinstance(model.policy.optimizer, SHARP)
+        own = policy in (DistributionPolicy, LateDistributionPolicy)
+        assert (model.policy.absolute_because is not None) == own
+        assert ("shared" in model.policy.networks) == (policy is SharedPolicy)
+
+
+class Attention(BaseFeaturesExtractor):
+    """Layers that use the parameters of others, and a weight that is computed."""
+
+    def __init__(self, observation_space, features_dim=8):
+        super().__init__(observation_space, features_dim)
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(5, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, observations):
+        x = self.first(observations).unsqueeze(1)
+        return self.block(self.attention(x, x, x)[0]).squeeze(1)
+
+
+@pytest.mark.parametrize("precision", [*PRESETS, "bf16-sr", "amp-fp16", "amp-bf16", "amp-bf16-sr"])
+def test_attention(precision):
+    train(environment(), precision=precision, policy_kwargs={"features_extractor_class": Attention})
+
+
+def test_settings_of_adam_that_sharp_has_and_has_not():
+    train(environment(), policy_kwargs={"optimizer_kwargs": {"foreach": False, "amsgrad": False, "eps": 1e-5}})
+    with pytest.raises(ValueError, match="no amsgrad"):
+        train(environment(), policy_kwargs={"optimizer_kwargs": {"amsgrad": True}})
+
+
+class MaskedPolicy(ActorCriticPolicy):
+    """Forbids the first action."""
+
+    def _get_action_dist_from_latent(self, latent_pi):
+        logits = self.action_net(latent_pi)
+        mask = th.zeros_like(logits, dtype=th.bool)
+        mask[:, 0] = True
+        return self.action_dist.proba_distribution(logits.masked_fill(mask, -th.inf))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "paper", "bf16-sr"])
+def test_masked_logits(precision):
+    model = train(environment(action="discrete"), MaskedPolicy, precision, ent_coef=0.0, moved=0.1)
+    assert (model.rollout_buffer.actions != 0).all()

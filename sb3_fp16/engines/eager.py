@@ -6,12 +6,13 @@ from typing import NamedTuple, cast
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer, RolloutBufferSamples
-from torch import Tensor
+from torch import Tensor, nn
 
 from sb3_fp16.buffers import Minibatch
 from sb3_fp16.engines.contract import UpdateSettings, UpdateStats
 from sb3_fp16.policies import HalfPrecisionPolicy
 from sb3_fp16.residuals import approx_kl, clip_fraction, policy_loss, policy_loss_on_ratios
+from sb3_fp16.rounding import Format, random_key, random_thresholds, round_by_threshold
 from sb3_fp16.scalars import (
     GradientScale,
     clip_coefficients,
@@ -26,6 +27,7 @@ from sb3_fp16.sharp import SHARP
 # per sample, and a smaller scale.
 INITIAL_SCALES = {"policy": 2.0**12, "value": 2.0**7, "shared": 2.0**7}
 FULL_SCALE_BATCH = 64
+USERS_OPTIMIZER_SALT = 0x41C64E6D
 GRAD_SCALER_INITIAL = 2.0**16
 """Where torch's ``GradScaler`` starts; it halves, and doubles after 2000 good steps, as ours does."""
 
@@ -194,19 +196,23 @@ class EagerEngine:
         return norm
 
     def _step_other_optimizer(self, optimizer: th.optim.Optimizer) -> None:
-        """Step an optimizer that was not made for 16-bit parameters, and take back what it cannot represent."""
-        if self.policy.precision.storage == "fp32":
+        """Step an optimizer that was not made for 16-bit parameters, and take back what is not finite."""
+        precision = self.policy.precision
+        if precision.storage == "fp32":
             optimizer.step()
             return
-        parameters: list[Tensor] = list(self.policy.parameters())
+        parameters = [p for p in self.policy.parameters() if p.grad is not None]
         before = [parameter.detach().clone() for parameter in parameters]
-        optimizer.step()
+        if precision.optimizer == "adam":  # a study of what torch's Adam does to FP16 state
+            optimizer.step()
+        else:
+            _step_in_fp32(optimizer, parameters, precision.format)
         if not all(bool(th.isfinite(parameter).all()) for parameter in parameters):
-            with th.no_grad():
-                th._foreach_copy_(parameters, before)
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.data = value
             raise ValueError(
-                f"{type(optimizer).__name__} made parameters infinite or NaN, as its state does not fit "
-                f"{self.policy.precision.storage}; the last good ones are kept. Use SHARP, or precision='fp32'."
+                f"{type(optimizer).__name__} made parameters infinite or NaN in {precision.storage}; the last good "
+                "ones are kept. Use SHARP, another learning_rate or other settings, or precision='fp32'."
             )
 
     def _optimizer_statistics(self) -> tuple[int, int, int]:
@@ -220,3 +226,24 @@ class EagerEngine:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """See ``Engine.load_state_dict``."""
         self.gradient_scale.load_state_dict(state)
+
+
+def _step_in_fp32(optimizer: th.optim.Optimizer, parameters: list[nn.Parameter], kind: Format) -> None:
+    """
+    Let a user's optimizer work in FP32, with FP32 state, and round what it makes stochastically to storage.
+
+    Most optimizers fail on FP16 state: their eps is 0 there, their second moment underflows. Thresholds are a hash of
+    the FP32 values' own bits, so that nothing needs to be kept.
+    """
+    for parameter in parameters:
+        gradient = cast(Tensor, parameter.grad).float()
+        parameter.grad = None  # torch ties its format to the parameter's
+        parameter.data = parameter.data.float()
+        parameter.grad = gradient
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+        values = parameter.data.contiguous()
+        index = th.arange(values.numel(), dtype=th.int32, device=values.device).view(values.shape)
+        thresholds = random_thresholds(index, random_key(values.view(th.int32), USERS_OPTIMIZER_SALT, 0))
+        parameter.data = kind.store(round_by_threshold(values, thresholds, kind))
