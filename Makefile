@@ -24,14 +24,14 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.eager_update
+	$(BIN)/python -m benchmarks.update
 	$(BIN)/python -m benchmarks.state_bytes
 	$(BIN)/python -m benchmarks.stress
 
 reproduce: $(READY)
 	$(BIN)/python -m benchmarks.halfcheetah
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard cpu/*) $(wildcard cuda/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

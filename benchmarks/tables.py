@@ -8,12 +8,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import eager_update, halfcheetah, state_bytes
+from benchmarks import halfcheetah, state_bytes, update
 from benchmarks.runner import read_csv
 
 README = Path(__file__).parent.parent / "README.md"
 IMAGE = README.parent / "docs" / "images" / "halfcheetah.png"
-TABLES = {"halfcheetah": halfcheetah, "state_bytes": state_bytes, "eager_update": eager_update}
+TABLES = {"halfcheetah": halfcheetah, "state_bytes": state_bytes, "update": update}
 
 
 def filled(text: str) -> str:

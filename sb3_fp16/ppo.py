@@ -103,6 +103,14 @@ class PPOFP16(PPO):
             engine = self._engine = select_engine(policy, self.batch_size)
         return engine
 
+    def use_engine(self, engine: Engine) -> None:
+        """
+        Choose how updates run, for comparisons; by default the fastest engine that serves the policy.
+
+        :param engine: made for this model's policy
+        """
+        self._engine = engine
+
     def train(self) -> None:
         """
         Update the policy on the collected rollout.

@@ -16,7 +16,7 @@ ROWS = (
     {"scalars", "residuals", "sharp"},
     {"buffers", "layers", "distributions"},
     {"policies"},
-    {"engines", "engines.contract", "engines.eager"},
+    {"engines", "engines.contract", "engines.eager", "engines.native"},
     {"saving"},
     {"ppo"},
     {"__init__"},

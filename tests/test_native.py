@@ -2,6 +2,8 @@
 
 import itertools
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -10,12 +12,13 @@ import torch as th
 from gymnasium import spaces
 from torch import nn
 
-from sb3_fp16 import PPOFP16, SHARP, Precision, _cpu
+from sb3_fp16 import PPOFP16, SHARP, Precision
 from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.engines.native import NativeEngine
 from sb3_fp16.sharp import ROOT_ROUNDING, SHARING, WRITEBACK
 from tests.test_engines import collected
 
+_cpu = pytest.importorskip("sb3_fp16._cpu")
 ISAS = [isa for isa in ("portable", "avx2", "avx512") if _cpu.supports(isa)]
 HALVES = np.arange(2**16, dtype=np.uint16)
 
@@ -23,8 +26,8 @@ HALVES = np.arange(2**16, dtype=np.uint16)
 def both(toy_env, isa="portable", updates=1, seed=0, **settings):
     """The same model trained by each engine; their parameters before and after, and the models."""
     models = [collected(PPOFP16, toy_env(), **settings) for _ in range(2)]
-    models[0]._engine = EagerEngine(models[0].policy, models[0].batch_size)
-    models[1]._engine = NativeEngine(models[1].policy, models[1].batch_size, isa)
+    models[0].use_engine(EagerEngine(models[0].policy, models[0].batch_size))
+    models[1].use_engine(NativeEngine(models[1].policy, models[1].batch_size, isa))
     before = models[0].policy.parameters_to_vector()
     for model in models:
         np.random.seed(seed)
@@ -113,7 +116,7 @@ def test_an_unchanged_policy_has_a_log_ratio_of_zero_whatever_the_batch(toy, isa
     for batch_size in (64, 7, 1):
         model = collected(PPOFP16, toy(), learning_rate=0.0, batch_size=64, normalize_advantage=False)
         model.batch_size = batch_size
-        model._engine = NativeEngine(model.policy, batch_size, isa)
+        model.use_engine(NativeEngine(model.policy, batch_size, isa))
         model.train()
         seen.add(logged(model)["train/clip_fraction"])
         assert logged(model)["train/approx_kl"] < 1e-6
@@ -235,3 +238,18 @@ def test_elementary_functions(isa, name, bound):
 def test_unknown_instruction_sets_are_refused():
     with pytest.raises(ValueError, match="does not support"):
         _cpu.to_half("sse9", np.zeros(3, np.float32))
+
+
+def test_without_the_native_module_everything_runs_on_torch():
+    code = """
+import sys, warnings
+sys.modules["sb3_fp16._cpu"] = None
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from sb3_fp16 import PPOFP16
+assert any("without its native CPU engine" in str(w.message) for w in caught)
+model = PPOFP16("MlpPolicy", "Pendulum-v1", n_steps=64, device="cpu").learn(64)
+print(model.engine.name, model.engine.reason)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "eager sb3_fp16._cpu was not built"

@@ -21,8 +21,10 @@ from sb3_fp16.sharp import SHARP, shared_as
 
 try:
     from sb3_fp16 import _cpu
+
+    BUILT = True
 except ImportError:  # no compiler where the package was installed
-    _cpu = None  # type: ignore[assignment]
+    BUILT = False
 
 MAX_ACTION_DIMS = 4096  # what the C++ side has room for on its stack
 
@@ -39,7 +41,7 @@ def why_not_native(policy: HalfPrecisionPolicy) -> str | None:
 def _obstacles(policy: HalfPrecisionPolicy) -> Iterator[str]:
     """Reasons in an order in which each check may rely on those before it."""
     observations = policy.observation_space
-    if _cpu is None:
+    if not BUILT:
         yield "sb3_fp16._cpu was not built"
     if policy.device.type != "cpu":
         yield f"the policy is on {policy.device}"
@@ -53,6 +55,9 @@ def _obstacles(policy: HalfPrecisionPolicy) -> Iterator[str]:
         yield "observations are no Box of floats"
     if type(policy.features_extractor) is not FlattenExtractor or type(policy.mlp_extractor) is not MlpExtractor:
         yield "the policy has an extractor of its own"
+    heads = (policy.action_net, policy.value_net)
+    if not all(isinstance(head, nn.Linear) and head.bias is not None for head in heads):
+        yield "a head is no linear layer"
     layers = [*policy.mlp_extractor.policy_net, *policy.mlp_extractor.value_net]
     if not all(isinstance(layer, nn.Linear) or type(layer) is nn.Tanh for layer in layers):
         yield "an activation is not tanh"
