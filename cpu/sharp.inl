@@ -105,12 +105,9 @@
     }
 
     // s·sqrt(mean (x/s)²), s = max|x|.
-    static float root_mean_square(const float* x, int64_t count, int64_t stride) {
-        float largest = 0.0f, sum = 0.0f;
-        for (int64_t i = 0; i < count; ++i) largest = larger(absolute(x[i * stride]), largest);
-        const float divisor = larger(largest, SMALLEST);
-        for (int64_t i = 0; i < count; ++i) sum += (x[i * stride] / divisor) * (x[i * stride] / divisor);
-        return largest * std::sqrt(sum / static_cast<float>(count));
+    static float root_mean_square(const float* x, int64_t count) {
+        const float largest = largest_magnitude(x, count);
+        return largest * std::sqrt(sum_of_squares(x, count, larger(largest, SMALLEST)) / static_cast<float>(count));
     }
 
     void root_mean_squares(const Parameter& p, const float* g, float* result) {
@@ -118,9 +115,21 @@
             for (int64_t i = 0; i < p.rows * p.columns; ++i) result[i] = absolute(g[i]);
             return;
         }
-        for (int64_t r = 0; r < p.rows; ++r) result[r] = root_mean_square(g + r * p.columns, p.columns, 1);
-        if (p.sharing == Sharing::rank1)
-            for (int64_t c = 0; c < p.columns; ++c) result[p.rows + c] = root_mean_square(g + c, p.rows, p.columns);
+        for (int64_t r = 0; r < p.rows; ++r) result[r] = root_mean_square(g + r * p.columns, p.columns);
+        if (p.sharing == Sharing::rank1) columns_root_mean_squares(p, g, result + p.rows);
+    }
+
+    // All columns at once, row after row.
+    void columns_root_mean_squares(const Parameter& p, const float* g, float* result) {
+        const int64_t n = p.columns;
+        float *largest = scratch[6].data(), *sum = scratch[7].data();
+        for (int64_t c = 0; c < n; ++c) largest[c] = sum[c] = 0.0f;
+        for (int64_t r = 0; r < p.rows; ++r)
+            for (int64_t c = 0; c < n; ++c) largest[c] = larger(absolute(g[r * n + c]), largest[c]);
+        for (int64_t c = 0; c < n; ++c) result[c] = larger(largest[c], SMALLEST);
+        for (int64_t r = 0; r < p.rows; ++r)
+            for (int64_t c = 0; c < n; ++c) sum[c] += (g[r * n + c] / result[c]) * (g[r * n + c] / result[c]);
+        for (int64_t c = 0; c < n; ++c) result[c] = largest[c] * std::sqrt(sum[c] / static_cast<float>(p.rows));
     }
 
     // ŵ of every element: its own, its row's, or r̂_i·ĉ_j/L, rows clipped to [L/4, 4L] (paper Sec. 3.3).
@@ -131,7 +140,7 @@
         }
         float* unbiased = scratch[7].data();
         for (int64_t i = 0; i < p.rows + (p.sharing == Sharing::rank1 ? p.columns : 0); ++i) unbiased[i] = w[i] * unbias;
-        const float layer = root_mean_square(unbiased, p.rows, 1);
+        const float layer = root_mean_square(unbiased, p.rows);
         for (int64_t r = 0; r < p.rows; ++r) {
             const float row = smaller(larger(unbiased[r], layer / ROW_CLIP), layer * ROW_CLIP);
             float* out = result + r * p.columns;

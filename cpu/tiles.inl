@@ -3,14 +3,14 @@
 // C = A·B accumulates in FP32 over the inner dimension in order, whatever tile an element falls into: a row of C has
 // the same bits for every number of rows. Columns are padded to PAD, so no tile is cut there.
 
-#if defined(__AVX512F__)
+#if defined(SB3_FP16_AVX512)
 using Lane = __m512;
 constexpr int WIDTH = 16, TILE_ROWS = 8;
 SB3_FP16_FUNCTION Lane lane_load(const float* p) { return _mm512_loadu_ps(p); }
 SB3_FP16_FUNCTION void lane_store(float* p, Lane x) { _mm512_storeu_ps(p, x); }
 SB3_FP16_FUNCTION Lane lane_set(float x) { return _mm512_set1_ps(x); }
 SB3_FP16_FUNCTION Lane multiply_add(Lane a, Lane b, Lane c) { return _mm512_fmadd_ps(a, b, c); }
-#elif defined(__AVX2__)
+#elif defined(SB3_FP16_AVX2)
 using Lane = __m256;
 constexpr int WIDTH = 8, TILE_ROWS = 6;
 SB3_FP16_FUNCTION Lane lane_load(const float* p) { return _mm256_loadu_ps(p); }
@@ -105,7 +105,7 @@ SB3_FP16_FUNCTION uint16_t float_to_half(float value) {
 
 static void unpack(const uint16_t* half, float* values, int64_t count) {
     int64_t i = 0;
-#if defined(__F16C__)
+#if defined(SB3_FP16_F16C)
     for (; i + 8 <= count; i += 8)
         _mm256_storeu_ps(values + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(half + i))));
 #endif
@@ -114,7 +114,7 @@ static void unpack(const uint16_t* half, float* values, int64_t count) {
 
 static void pack(const float* values, uint16_t* half, int64_t count) {
     int64_t i = 0;
-#if defined(__F16C__)
+#if defined(SB3_FP16_F16C)
     for (; i + 8 <= count; i += 8)
         _mm_storeu_si128(reinterpret_cast<__m128i*>(half + i), _mm256_cvtps_ph(_mm256_loadu_ps(values + i), 0));
 #endif
@@ -124,9 +124,50 @@ static void pack(const float* values, uint16_t* half, int64_t count) {
 // Round values to FP16 in place.
 static void round_half(float* values, int64_t count) {
     int64_t i = 0;
-#if defined(__F16C__)
+#if defined(SB3_FP16_F16C)
     for (; i + 8 <= count; i += 8)
         _mm256_storeu_ps(values + i, _mm256_cvtph_ps(_mm256_cvtps_ph(_mm256_loadu_ps(values + i), 0)));
 #endif
     for (; i < count; ++i) values[i] = half_to_float(float_to_half(values[i]));
+}
+
+// Reductions in PAD interleaved lanes, folded in a fixed order: fast without reassociating anything at compile time.
+static float largest_magnitude(const float* x, int64_t count) {
+    float lanes[PAD] = {};
+    int64_t i = 0;
+    for (; i + PAD <= count; i += PAD)
+        for (int l = 0; l < PAD; ++l) lanes[l] = larger(absolute(x[i + l]), lanes[l]);
+    for (int l = 0; i + l < count; ++l) lanes[l] = larger(absolute(x[i + l]), lanes[l]);
+    float largest = 0.0f;
+    for (int l = 0; l < PAD; ++l) largest = larger(lanes[l], largest);
+    return largest;
+}
+
+// Σ (x/divisor)².
+static float sum_of_squares(const float* x, int64_t count, float divisor) {
+    float lanes[PAD] = {}, sum = 0.0f;
+    int64_t i = 0;
+    for (; i + PAD <= count; i += PAD)
+        for (int l = 0; l < PAD; ++l) lanes[l] += (x[i + l] / divisor) * (x[i + l] / divisor);
+    for (int l = 0; i + l < count; ++l) lanes[l] += (x[i + l] / divisor) * (x[i + l] / divisor);
+    for (int l = 0; l < PAD; ++l) sum += lanes[l];
+    return sum;
+}
+
+// Whether any number is infinite or NaN.
+static bool poisoned(const float* x, int64_t count) {
+    uint32_t found = 0;
+    for (int64_t i = 0; i < count; ++i) found |= (as_word(x[i]) & 0x7f800000u) == 0x7f800000u;
+    return found != 0;
+}
+
+// to[column][row] = from[row][column], in blocks that stay in cache lines.
+static void transpose(const float* from, int64_t from_stride, int rows, int columns, float* to, int64_t to_stride) {
+    constexpr int BLOCK = 8;
+    int r = 0;
+    for (; r + BLOCK <= rows; r += BLOCK)
+        for (int c = 0; c < columns; ++c)
+            for (int k = 0; k < BLOCK; ++k) to[c * to_stride + r + k] = from[(r + k) * from_stride + c];
+    for (; r < rows; ++r)
+        for (int c = 0; c < columns; ++c) to[c * to_stride + r] = from[r * from_stride + c];
 }

@@ -98,10 +98,9 @@ struct Engine {
                 for (int o = 0; o < s.outputs; ++o) {
                     float* row = layer.weight.data() + static_cast<int64_t>(o) * layer.in_stride;
                     load(weight, static_cast<int64_t>(o) * s.inputs, s.inputs, row);
-                    for (int i = 0; i < s.inputs; ++i)
-                        layer.transposed[static_cast<size_t>(i) * static_cast<size_t>(layer.out_stride) +
-                                         static_cast<size_t>(o)] = row[i];
                 }
+                transpose(layer.weight.data(), layer.in_stride, s.outputs, s.inputs, layer.transposed.data(),
+                          layer.out_stride);
                 load(plan.parameters[static_cast<size_t>(s.bias)].data, 0, s.outputs, layer.bias.data());
             }
         load(plan.parameters[static_cast<size_t>(plan.log_std)].data, 0, dims, log_std.data());
@@ -279,32 +278,31 @@ struct Engine {
 
     // Module A: G = s·sqrt(Σ (g/s)²) with s = max|g| of one network; not finite where a gradient is not.
     float norm(const std::vector<Gradient>& all, int network) {
-        float largest = 0.0f, poison = 0.0f;
-        for (size_t i = 0; i < all.size(); ++i) {
-            const Parameter& p = plan.parameters[i];
-            if (p.network != network) continue;
-            for (int64_t r = 0; r < p.rows; ++r) {
-                const float* g = all[i].data + r * all[i].stride;
-                for (int64_t c = 0; c < p.columns; ++c) {
-                    largest = larger(absolute(g[c]), largest);
-                    poison += g[c] - g[c];  // NaN for infinity and NaN
-                }
-            }
-        }
-        if (poison != poison) return NAN;
+        float largest = 0.0f;
+        bool overflowed = false;
+        each_row(all, network, [&](const float* row, int64_t count) {
+            largest = larger(largest_magnitude(row, count), largest);
+            overflowed |= poisoned(row, count);
+        });
+        if (overflowed) return NAN;
         if (largest == 0.0f) return 0.0f;
         double sum = 0.0;
+        each_row(all, network,
+                 [&](const float* row, int64_t count) { sum += static_cast<double>(sum_of_squares(row, count, largest)); });
+        return largest * static_cast<float>(std::sqrt(sum));
+    }
+
+    // Rows of one network's gradients; neighbouring ones as a whole where nothing lies between.
+    template <class Visit>
+    void each_row(const std::vector<Gradient>& all, int network, Visit visit) {
         for (size_t i = 0; i < all.size(); ++i) {
             const Parameter& p = plan.parameters[i];
             if (p.network != network) continue;
-            for (int64_t r = 0; r < p.rows; ++r) {
-                const float* g = all[i].data + r * all[i].stride;
-                float row = 0.0f;
-                for (int64_t c = 0; c < p.columns; ++c) row += (g[c] / largest) * (g[c] / largest);
-                sum += static_cast<double>(row);
-            }
+            if (all[i].stride == p.columns)
+                visit(all[i].data, p.rows * p.columns);
+            else
+                for (int64_t r = 0; r < p.rows; ++r) visit(all[i].data + r * all[i].stride, p.columns);
         }
-        return largest * static_cast<float>(std::sqrt(sum));
     }
 
     // The scale's rules: sb3_fp16/scalars.py, GradientScale.update. Returns whether to skip the step.
