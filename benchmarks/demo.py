@@ -51,7 +51,8 @@ def table(results: dict[str, dict[str, Any]], steps: int) -> str:
         ("return, 10 deterministic episodes", "return", "{:.0f}"),
         ("seconds per update", "update_seconds", "{:.3f}"),
     ]
-    rows += [(f"bytes of {name}", name, "{:,}") for name in ("parameters", "gradients", "optimizer state", "rollout")]
+    kept = ("parameters", "gradients", "optimizer state", "rollout")
+    rows += [(f"bytes of {name} kept between updates", name, "{:,}") for name in kept]
     lines = [f"{ENV}, {steps:,} steps, seed {SEED}", "", "| | " + " | ".join(LABELS[m] for m in results) + " |"]
     lines.append("|---|" + "---:|" * len(results))
     for label, key, form in rows:

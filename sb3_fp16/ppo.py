@@ -197,17 +197,14 @@ class PPOFP16(PPO):
             arrays = [array for array in vars(buffer).values() if isinstance(array, np.ndarray)]
         rows = [
             ReportRow.of("parameters", parameters),
-            ReportRow.of("gradients", parameters),  # of the same number and format
+            # of the same number and format as the parameters, where they are kept
+            ReportRow.of("gradients", parameters if self.engine.keeps_gradients else []),
             *(ReportRow.of(f"optimizer {name}", tensors) for name, tensors in moments.items()),
             ReportRow.of_arrays("rollout", arrays),
             ReportRow.of("GAE recurrence", [th.zeros(self.n_envs)]),
             ReportRow.of("gradient scales", list(self.engine.state_dict().values())),
         ]
-        workspace = [ReportRow("FP32 weights in layers", n := sum(p.numel() for p in parameters), 4 * n, n)]
-        if isinstance(optimizer, SHARP):
-            index, scratch = optimizer.workspace()
-            workspace.append(ReportRow("SHARP int32 index", index, 4 * index, 0))
-            workspace.append(ReportRow("SHARP FP32 scratch", scratch, 4 * scratch, scratch))
+        workspace = [ReportRow(name, n, 4 * n, n) for name, n in self.engine.workspace().items()]
         return PrecisionReport(self.precision.name, tuple(rows), tuple(workspace))
 
     def get_parameters(self) -> dict[str, dict[str, Any]]:

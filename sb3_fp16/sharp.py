@@ -44,7 +44,7 @@ _ROOT_SALT = 0x14057B7E
 _SMALLEST = th.finfo(th.float32).tiny
 _THRESHOLDED = ("stochastic", "dithered")
 _MAX_BUCKET_ELEMENTS = 1 << 22  # updated together
-_SCRATCH = 7  # FP32 numbers per element that live at once: θ, g, m, m̂, preconditioner, update, new θ
+_SCRATCH = 8  # 4-byte numbers per element: θ, g, m, m̂, preconditioner, update, new θ, and the index, which is kept
 
 _Coefficient = float | Tensor
 _Skip = Tensor | bool | None
@@ -243,15 +243,10 @@ class SHARP(th.optim.Optimizer):
                 copies = {name: value.to(parameter.device, copy=True) for name, value in saved[key].items()}
                 self.state[parameter] = copies
 
-    def workspace(self) -> tuple[int, int]:
-        """
-        What updates need beside the state.
-
-        :return: int32 numbers that are kept between steps, FP32 numbers that live while a step runs
-        """
+    def scratch(self) -> int:
+        """4-byte numbers that steps need beside the state."""
         buckets = [bucket for _, buckets in self._buckets.values() for bucket in buckets]
-        index = sum(len(bucket.index) + len(bucket.root_index) for bucket in buckets)
-        return index, max((_SCRATCH * len(bucket.index) for bucket in buckets), default=0)
+        return max((_SCRATCH * len(bucket.index) for bucket in buckets), default=0)
 
     def record(self, counts: Tensor) -> None:
         """Add the counts of one step that ``pop_statistics`` describes."""

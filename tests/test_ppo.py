@@ -87,6 +87,9 @@ def test_report_shows_an_fp32_share_below_a_thousandth(precision):
     assert report["optimizer carry"].fp32_elements == 6
     assert report["parameters"].bytes == 2 * 11_085
     assert report["optimizer first_moment"].bytes == 2 * 11_085
+    kept = model.engine.keeps_gradients
+    assert report["gradients"].bytes == (2 * 11_085 if kept else 0)
+    assert sum(row.elements for row in report.workspace) >= 11_085
     assert "FP32 share" in str(report)
     fp32 = PPOFP16("MlpPolicy", "HalfCheetah-v5", seed=0, device="cpu", precision="fp32").precision_report()
     assert fp32.fp32_share > 0.9

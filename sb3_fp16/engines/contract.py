@@ -93,6 +93,8 @@ class Engine(Protocol):
     name: str
     reason: str
     """Why this engine serves the policy."""
+    keeps_gradients: bool
+    """Whether gradients stay in the parameters after an update; else they are part of the workspace."""
     policy: HalfPrecisionPolicy
     optimizer: th.optim.Optimizer
 
@@ -104,6 +106,10 @@ class Engine(Protocol):
         :param settings: resolved hyperparameters
         :raises ValueError: if training cannot recover from gradients that are not finite
         """
+        ...
+
+    def workspace(self) -> dict[str, int]:
+        """FP32 numbers that live while an update runs, by purpose."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:

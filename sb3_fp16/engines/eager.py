@@ -62,6 +62,7 @@ class EagerEngine:
     """
 
     name = "eager"
+    keeps_gradients = True
 
     def __init__(self, policy: HalfPrecisionPolicy, batch_size: int, reason: str = "the reference") -> None:
         self.reason = reason
@@ -218,6 +219,11 @@ class EagerEngine:
     def _optimizer_statistics(self) -> tuple[int, int, int]:
         optimizer = self.optimizer
         return optimizer.pop_statistics() if isinstance(optimizer, SHARP) else (0, 0, 0)
+
+    def workspace(self) -> dict[str, int]:
+        """See ``Engine.workspace``."""
+        weights = {"FP32 weights in layers": sum(p.numel() for p in self.policy.parameters())}
+        return weights | ({"SHARP scratch": self.optimizer.scratch()} if isinstance(self.optimizer, SHARP) else {})
 
     def state_dict(self) -> dict[str, Tensor]:
         """See ``Engine.state_dict``."""

@@ -100,9 +100,11 @@ class NativeEngine(EagerEngine):
     """
 
     name = "native"
+    keeps_gradients = False
 
     def __init__(self, policy: HalfPrecisionPolicy, batch_size: int, isa: str | None = None) -> None:
         super().__init__(policy, batch_size)
+        self.batch_size = batch_size
         self.isa = isa or next(name for name in ("avx512", "avx2", "portable") if _cpu.supports(name))
         self.reason = f"one C++ call per update, {self.isa}"
 
@@ -133,6 +135,22 @@ class NativeEngine(EagerEngine):
             skipped_steps=int(counters[1]) - skipped_before,
             stuck_fraction=stuck / max(1, nonzero),
         )
+
+    def workspace(self) -> dict[str, int]:
+        """See ``Engine.workspace``: what the C++ side reserves, columns padded to 16."""
+
+        def padded(columns: int) -> int:
+            return -(-columns // 16) * 16
+
+        plan = self._plan()
+        shapes = [shape[2:] for net in ("policy", "value") for shape in plan[net]]
+        largest = max(p.numel() for p in self.policy.parameters())
+        return {
+            "weight tiles": sum(o * padded(i) + i * padded(o) for i, o in shapes),
+            "gradients": sum(o * padded(i) + padded(o) for i, o in shapes),
+            "activations and signals": self.batch_size * sum(2 * padded(o) for _, o in shapes),
+            "SHARP scratch": 8 * (largest + 16),
+        }
 
     def _settings(self, rollout: RolloutBufferFP16, settings: UpdateSettings) -> dict[str, Any]:
         """Hyperparameters as plain numbers; a negative one stands for None."""
