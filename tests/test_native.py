@@ -187,6 +187,29 @@ def test_why_another_engine_serves(toy, capsys, settings, reason):
     assert (reason or "one C++ call per update") in printed
 
 
+@pytest.mark.parametrize("change", ["frozen", "strided", "betas"])
+def test_changes_after_the_choice_are_seen(toy, change):
+    """An engine that was chosen for the policy as it was must not read memory that is no longer that."""
+    models = [collected(PPOFP16, toy()) for _ in range(2)]
+    for model in models:
+        assert model.engine.name == "native"
+        weight = model.policy.mlp_extractor.policy_net[2].weight
+        if change == "frozen":
+            weight.requires_grad_(False)
+        elif change == "strided":
+            weight.data = weight.data.t().contiguous().t()
+        else:
+            model.policy.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+    kept = weight.detach().clone()
+    before = models[0].policy.parameters_to_vector()
+    models[1].use_engine(EagerEngine(models[1].policy, 64))
+    for model in models:
+        np.random.seed(0)
+        model.train()
+    assert distance(before, *models) < 0.05
+    assert th.equal(kept, models[0].policy.mlp_extractor.policy_net[2].weight) == (change == "frozen")
+
+
 def test_discrete_actions_run_eager(toy):
     assert "no plain Gaussian" in PPOFP16("MlpPolicy", toy(spaces.Discrete(3)), device="cpu").engine.reason
 

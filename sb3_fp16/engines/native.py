@@ -82,7 +82,8 @@ def _is_plain(optimizer: th.optim.Optimizer, policy: HalfPrecisionPolicy) -> boo
     in_order = [p for group in groups for p in group["params"]]
     if len(groups) != 1 or [id(p) for p in in_order] != [id(p) for p in parameters]:
         return False
-    if not all(p.requires_grad and p.is_contiguous() for p in parameters):
+    dtype = policy.precision.dtype
+    if not all(p.requires_grad and p.is_contiguous() and p.dtype == dtype for p in parameters):
         return False
     if policy.precision.storage == "fp16":
         return isinstance(optimizer, SHARP) and groups[0]["state_dtype"] in (None, th.float16)
@@ -110,7 +111,8 @@ class NativeEngine(EagerEngine):
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
         """See ``Engine.update``."""
-        if not _is_ours(rollout, self.policy):
+        # What was true when the engine was chosen may have changed: addresses must not be trusted to anything else.
+        if not _is_ours(rollout, self.policy) or why_not_native(self.policy) is not None:
             return super().update(rollout, settings)
         random_state = np.random.get_state()
         order = np.stack([rollout.minibatch_rows() for _ in range(settings.n_epochs)])
