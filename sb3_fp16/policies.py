@@ -302,7 +302,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
 
     def parameters_to_vector(self) -> np.ndarray:
         """Parameters as one FP32 vector."""
-        vector: np.ndarray = nn.utils.parameters_to_vector(self.parameters()).detach().float().cpu().numpy()
+        vector: np.ndarray = th.cat([p.detach().reshape(-1).float() for p in self.parameters()]).cpu().numpy()
         return vector
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
