@@ -39,7 +39,7 @@ struct Engine {
     Floats scratch[8];
 
     Engine(const Plan& plan_, const Rollout& rollout_, const Settings& settings_)
-        : plan(plan_), rollout(rollout_), settings(settings_), batch(settings_.batch_size),
+        : plan(plan_), rollout(rollout_), settings(settings_), batch(std::min(settings_.batch_size, settings_.samples)),
           dims(static_cast<int>(rollout_.action_size)) {
         reserve(policy, plan.policy);
         reserve(value, plan.value);
