@@ -231,13 +231,15 @@ def test_a_users_optimizer_works_in_fp32(toy, optimizer, precision):
     for copy_, gradient in zip(copies, given, strict=True):
         copy_.grad = gradient.float()
     reference.step()
-    kind = model.precision.format
+    kind, off = model.precision.format, []
     for p, q in zip(parameters, copies, strict=True):
         assert p.dtype == kind.dtype
         assert th.equal(kind.store(p.detach().float()), p.detach())
         assert ((p.detach().float() - q.detach()).abs() <= kind.tick(q.detach())).all()
+        off.append(((p.detach().float().abs() - q.detach().abs()) / kind.tick(q.detach())).flatten())
         for value in model.policy.optimizer.state[p].values():
             assert not isinstance(value, th.Tensor) or value.dtype == th.float32
+    assert abs(float(th.cat(off).mean())) < 0.03, "magnitudes are rounded up as often as they should be"
     del model.policy.optimizer.step
     for _ in range(5):
         model.train()

@@ -123,6 +123,30 @@ def test_an_unchanged_policy_has_a_log_ratio_of_zero_whatever_the_batch(toy, isa
     assert seen == {0.0}
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("precision", BOUNDS)
+def test_losses_and_norm_far_from_the_behaviour_policy(toy, isa, precision):
+    """Learning rate 0 and a policy that has moved away from its rollout: every term of the objective counts."""
+    settings = {"learning_rate": 0.0, "ent_coef": 0.02, "clip_range": 0.5, "clip_range_vf": 0.4, "batch_size": 48}
+    models = [collected(PPOFP16, toy(), n_steps=256, precision=precision, **settings) for _ in range(2)]
+    for model in models:
+        generator = th.Generator().manual_seed(0)
+        with th.no_grad():
+            for p in model.policy.parameters():
+                p += (0.05 * th.randn(p.shape, generator=generator)).to(p.dtype)
+            model.policy.log_std += 0.3
+    models[0].use_engine(EagerEngine(models[0].policy, 48))
+    models[1].use_engine(NativeEngine(models[1].policy, 48, isa))
+    for model in models:
+        np.random.seed(0)
+        model.train()
+    eager, native = (logged(model) for model in models)
+    assert eager["train/approx_kl"] > 0.05
+    for key in ("policy_gradient_loss", "value_loss", "entropy_loss", "approx_kl", "loss", "grad_norm"):
+        assert native[f"train/{key}"] == pytest.approx(eager[f"train/{key}"], rel=1e-3, abs=2e-5), key
+    assert native["train/clip_fraction"] == pytest.approx(eager["train/clip_fraction"], abs=0.01)
+
+
 @pytest.mark.parametrize("precision", BOUNDS)
 def test_target_kl_stops_alike_and_leaves_the_same_random_state(toy, precision):
     settings = {"target_kl": 2e-3, "n_epochs": 50, "learning_rate": 3e-3, "n_steps": 256}
