@@ -184,11 +184,18 @@ def test_what_cannot_recover_is_an_error_and_changes_nothing(toy):
     np.testing.assert_array_equal(model.policy.parameters_to_vector(), before)
 
 
-def test_a_user_can_interrupt_between_minibatches(toy):
-    model = collected(PPOFP16, toy(), n_epochs=1_000_000)
+def test_a_user_can_interrupt_between_minibatches(toy, monkeypatch):
+    model = collected(PPOFP16, toy(), n_epochs=500_000)
     assert model.engine.name == "native"
-    rows, model.rollout_buffer.minibatch_rows = model.rollout_buffer.minibatch_rows(), lambda: rows
-    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    rows = model.rollout_buffer.minibatch_rows()
+    model.rollout_buffer.minibatch_rows = lambda: rows
+    update = _cpu.update
+
+    def update_and_interrupt(*args):
+        threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+        return update(*args)
+
+    monkeypatch.setattr(_cpu, "update", update_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         model.train()
     assert np.isfinite(model.policy.parameters_to_vector()).all()
