@@ -50,22 +50,10 @@ def test_ten_steps_match_float64(sharing):
         np.testing.assert_allclose(p.detach().double().reshape(r.theta.shape).numpy(), r.theta, rtol=2e-5, atol=2e-6)
 
 
-def test_elementwise_is_adam():
+@pytest.mark.parametrize(("decay", "decoupled"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_elementwise_is_adam_and_adamw(decay, decoupled):
     ours, theirs = parameters(), parameters()
-    ours_optimizer = SHARP(ours, lr=1e-2, sharing="elementwise", **EXACT)
-    adam = th.optim.Adam(theirs, lr=1e-2, eps=1e-5)
-    for step in range(20):
-        for params, optimizer in ((ours, ours_optimizer), (theirs, adam)):
-            set_gradients(params, step)
-            optimizer.step()
-    for a, b in zip(ours, theirs, strict=True):
-        th.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_weight_decay_is_adams_and_adamws(decoupled):
-    ours, theirs = parameters(), parameters()
-    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    settings = {"lr": 1e-2, "weight_decay": decay}
     ours_optimizer = SHARP(ours, sharing="elementwise", decoupled_weight_decay=decoupled, **settings, **EXACT)
     adam = (th.optim.AdamW if decoupled else th.optim.Adam)(theirs, eps=1e-5, **settings)
     for step in range(20):
