@@ -27,7 +27,14 @@ extension = Pybind11Extension(
     cxx_std=17,
     depends=[*glob("cpu/*.h"), *glob("cpu/*.inl"), *glob("cuda/*.h")],
     # Same operations in the same order as on a GPU: no contraction outside products, which ask for it themselves.
-    extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
+    extra_compile_args=[
+        "-O3",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-Wno-psabi",
+        "-Wno-maybe-uninitialized",
+    ],
 )
 
 

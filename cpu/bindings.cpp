@@ -1,4 +1,5 @@
-// sb3_fp16._cpu: one call runs a whole PPO update. Arguments are addresses and sizes; the caller keeps them alive.
+// sb3_fp16._cpu: one call runs a whole PPO update, one acts in all environments. Plans and rollouts are addresses and
+// sizes; the caller keeps the memory alive.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -13,7 +14,7 @@ using namespace sb3_fp16;
 
 namespace {
 
-using Update = Stats (*)(const Plan&, const Rollout&, const Settings&, const int64_t*, Scale&, Interrupted);
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 bool supports(const std::string& isa) {
 #if defined(__x86_64__)
@@ -24,44 +25,35 @@ bool supports(const std::string& isa) {
     return isa == "portable";
 }
 
-Update update_of(const std::string& isa) {
+const Engine& engine_of(const std::string& isa) {
     if (!supports(isa)) throw std::invalid_argument("this processor does not support " + isa);
 #if defined(__x86_64__)
-    if (isa == "avx512") return update_avx512;
-    if (isa == "avx2") return update_avx2;
+    if (isa == "avx512") return engine_avx512;
+    if (isa == "avx2") return engine_avx2;
 #endif
-    return update_portable;
+    return engine_portable;
 }
 
-const Functions& functions_of(const std::string& isa) {
-    update_of(isa);  // refuses what the processor does not support
-#if defined(__x86_64__)
-    if (isa == "avx512") return functions_avx512;
-    if (isa == "avx2") return functions_avx2;
-#endif
-    return functions_portable;
+// A name among several, in the order of an enumeration.
+template <class Enumeration>
+Enumeration named(const std::string& name, std::initializer_list<const char*> names) {
+    int position = 0;
+    for (const char* candidate : names) {
+        if (name == candidate) return static_cast<Enumeration>(position);
+        ++position;
+    }
+    throw std::invalid_argument("unknown name " + name);
 }
 
-using Single = py::array_t<float, py::array::c_style | py::array::forcecast>;
-using Half = py::array_t<uint16_t, py::array::c_style | py::array::forcecast>;
-
-Half to_half(const std::string& isa, const Single& values) {
-    Half result(values.size());
-    functions_of(isa).pack(values.data(), result.mutable_data(), values.size());
-    return result;
+// fp32, fp16, bf16, or e5mX with X bits of significand.
+Storage storage_of(const std::string& name) {
+    return name.rfind("e5m", 0) == 0 ? Storage::short_half : named<Storage>(name, {"fp32", "fp16", "bf16"});
 }
 
-Single to_float(const std::string& isa, const Half& values) {
-    Single result(values.size());
-    functions_of(isa).unpack(values.data(), result.mutable_data(), values.size());
-    return result;
-}
+int significand_bits_of(const std::string& name) { return name.rfind("e5m", 0) == 0 ? std::stoi(name.substr(3)) : 10; }
 
-Single elementwise(const std::string& isa, const std::string& name, const Single& values) {
-    const Functions& f = functions_of(isa);
-    Single result(values.size());
-    (name == "tanh" ? f.tanh : name == "exp" ? f.exp : f.expm1)(values.data(), result.mutable_data(), values.size());
-    return result;
+Rounding rounding_of(const std::string& name) {
+    return named<Rounding>(name, {"nearest", "stochastic", "dithered", "residual", "swallowed", "fp32"});
 }
 
 template <class T>
@@ -69,97 +61,81 @@ T* pointer(const py::handle& address) {
     return reinterpret_cast<T*>(address.cast<uintptr_t>());
 }
 
-Sharing sharing_of(const std::string& name) {
-    return name == "elementwise" ? Sharing::elementwise : name == "row" ? Sharing::row : Sharing::rank1;
-}
-
-Rounding rounding_of(const std::string& name) {
-    if (name == "stochastic") return Rounding::stochastic;
-    if (name == "dithered") return Rounding::dithered;
-    if (name == "residual") return Rounding::residual;
-    if (name == "swallowed") return Rounding::swallowed;
-    return name == "fp32" ? Rounding::fp32 : Rounding::nearest;
-}
-
-Parameter parameter_of(const py::dict& given, bool half) {
+Parameter parameter_of(const py::dict& given, bool has_state) {
     Parameter p{};
     p.data = pointer<void>(given["data"]);
+    p.rows = given["rows"].cast<int64_t>(), p.columns = given["columns"].cast<int64_t>();
+    if (!has_state) return p;
     p.first_moment = pointer<void>(given["first_moment"]);
     p.root_second_moment = pointer<void>(given["second_moment"]);
     p.carry = pointer<float>(given["carry"]);
-    (half ? reinterpret_cast<void*&>(p.step) : reinterpret_cast<void*&>(p.adam_step)) = pointer<void>(given["step"]);
-    p.rows = given["rows"].cast<int64_t>(), p.columns = given["columns"].cast<int64_t>();
+    p.step = pointer<int64_t>(given["step"]), p.adam_step = pointer<float>(given["step"]);
     p.first_element = static_cast<uint32_t>(given["first_element"].cast<uint64_t>());
     p.network = given["network"].cast<int>();
-    p.sharing = sharing_of(given["sharing"].cast<std::string>());
+    p.sharing = named<Sharing>(given["sharing"].cast<std::string>(), {"elementwise", "row", "rank1"});
     p.writeback = rounding_of(given["writeback"].cast<std::string>());
     return p;
 }
 
 Network network_of(const py::list& layers) {
     Network network;
-    for (const py::handle& layer : layers) {
-        const auto [weight, bias, inputs, outputs] = layer.cast<std::tuple<int, int, int, int>>();
-        network.layers.push_back({weight, bias, inputs, outputs});
+    for (const py::handle& given : layers) {
+        const auto [weight, bias, inputs, outputs, activation, slope] =
+            given.cast<std::tuple<int, int, int64_t, int64_t, std::string, float>>();
+        const auto kind = named<Activation>(
+            activation, {"none", "tanh", "relu", "leaky_relu", "elu", "silu", "gelu", "gelu_tanh"});
+        network.push_back({weight, bias, inputs, outputs, kind, slope});
     }
     return network;
 }
 
-py::dict update(const std::string& isa, const py::dict& plan_, const py::dict& rollout_, const py::dict& settings_,
-                py::array_t<int64_t, py::array::c_style> order, py::array_t<float, py::array::c_style> scales,
-                py::array_t<int64_t, py::array::c_style> counters) {
-    Plan plan;
-    plan.half = plan_["half"].cast<bool>(), plan.log_std = plan_["log_std"].cast<int>();
-    for (const py::handle& p : plan_["parameters"]) plan.parameters.push_back(parameter_of(p.cast<py::dict>(), plan.half));
-    plan.policy = network_of(plan_["policy"].cast<py::list>()), plan.value = network_of(plan_["value"].cast<py::list>());
+Plan plan_of(const py::dict& given, bool has_state) {
+    Plan plan{};
+    const std::string storage = given["storage"].cast<std::string>();
+    plan.storage = storage_of(storage), plan.compute = storage_of(given["compute"].cast<std::string>());
+    plan.significand_bits = significand_bits_of(storage);
+    plan.stochastic_copy = given["stochastic_copy"].cast<bool>();
+    for (const py::handle& p : given["parameters"]) plan.parameters.push_back(parameter_of(p.cast<py::dict>(), has_state));
+    plan.policy = network_of(given["policy"].cast<py::list>()), plan.value = network_of(given["value"].cast<py::list>());
+    plan.head = named<Head>(given["head"].cast<std::string>(), {"gaussian", "categorical", "bernoulli"});
+    plan.choices = given["choices"].cast<std::vector<int64_t>>();
+    plan.log_std = given["log_std"].cast<int>();
+    plan.two_sum = given["two_sum"].cast<bool>(), plan.round_actions = given["round_actions"].cast<bool>();
+    plan.networks = given["networks"].cast<int>();
+    return plan;
+}
 
+Rollout rollout_of(const py::dict& given) {
     Rollout rollout{};
-    rollout.observations = pointer<void>(rollout_["observations"]), rollout.actions = pointer<void>(rollout_["actions"]);
-    rollout.values = pointer<void>(rollout_["values"]), rollout.advantages = pointer<void>(rollout_["advantages"]);
-    rollout.returns = pointer<void>(rollout_["returns"]), rollout.mean = pointer<void>(rollout_["mean"]);
-    rollout.log_std = pointer<void>(rollout_["log_std"]), rollout.correction = pointer<void>(rollout_["correction"]);
-    rollout.old_log_prob = pointer<float>(rollout_["old_log_prob"]);
-    rollout.observation_size = rollout_["observation_size"].cast<int64_t>();
-    rollout.action_size = rollout_["action_size"].cast<int64_t>();
+    rollout.observations = pointer<void>(given["observations"]), rollout.actions = pointer<void>(given["actions"]);
+    rollout.values = pointer<void>(given["values"]), rollout.advantages = pointer<void>(given["advantages"]);
+    rollout.returns = pointer<void>(given["returns"]), rollout.behaviour = pointer<void>(given["behaviour"]);
+    rollout.log_std = pointer<void>(given["log_std"]), rollout.correction = pointer<void>(given["correction"]);
+    rollout.old_log_prob = pointer<float>(given["old_log_prob"]);
+    return rollout;
+}
 
-    const auto number = [&](const char* name) { return settings_[name].cast<double>(); };
+Settings settings_of(const py::dict& given) {
+    const auto number = [&](const char* name) { return given[name].cast<double>(); };
+    const auto single = [&](const char* name) { return given[name].cast<float>(); };
     Settings settings{};
-    settings.samples = settings_["samples"].cast<int64_t>(), settings.batch_size = settings_["batch_size"].cast<int64_t>();
-    settings.n_epochs = settings_["n_epochs"].cast<int64_t>();
-    settings.clip_lower = static_cast<float>(number("clip_lower")), settings.clip_upper = static_cast<float>(number("clip_upper"));
-    settings.clip_range_vf = static_cast<float>(number("clip_range_vf"));
-    settings.normalize_advantage = settings_["normalize_advantage"].cast<bool>();
-    settings.ent_coef = static_cast<float>(number("ent_coef")), settings.vf_coef = static_cast<float>(number("vf_coef"));
-    settings.max_grad_norm = static_cast<float>(number("max_grad_norm")), settings.target_kl = static_cast<float>(number("target_kl"));
+    settings.samples = given["samples"].cast<int64_t>(), settings.batch_size = given["batch_size"].cast<int64_t>();
+    settings.n_epochs = given["n_epochs"].cast<int64_t>();
+    settings.clip_lower = single("clip_lower"), settings.clip_upper = single("clip_upper");
+    settings.clip_range_vf = single("clip_range_vf"), settings.target_kl = single("target_kl");
+    settings.normalize_advantage = given["normalize_advantage"].cast<bool>();
+    settings.ent_coef = single("ent_coef"), settings.vf_coef = single("vf_coef"), settings.max_grad_norm = single("max_grad_norm");
     settings.lr = number("lr"), settings.beta1 = number("beta1"), settings.beta2 = number("beta2"), settings.eps = number("eps");
     settings.weight_decay = number("weight_decay"), settings.state_scale = number("state_scale");
-    settings.decoupled_weight_decay = settings_["decoupled_weight_decay"].cast<bool>();
-    settings.root_rounding = rounding_of(settings_["root_rounding"].cast<std::string>());
-    settings.seed = static_cast<uint32_t>(settings_["seed"].cast<uint64_t>());
-    for (int k = 0; k < 2; ++k) {
-        settings.scale_floor[k] = settings_["scale_floor"].cast<std::vector<float>>()[static_cast<size_t>(k)];
-        settings.scale_ceiling[k] = settings_["scale_ceiling"].cast<std::vector<float>>()[static_cast<size_t>(k)];
-    }
-    if (order.size() != settings.samples * settings.n_epochs || scales.size() != 2 || counters.size() != 3)
-        throw std::invalid_argument("order, scales or counters have the wrong size");
+    settings.decoupled_weight_decay = given["decoupled_weight_decay"].cast<bool>();
+    settings.root_rounding = rounding_of(given["root_rounding"].cast<std::string>());
+    settings.seed = static_cast<uint32_t>(given["seed"].cast<uint64_t>());
+    const auto floor = given["scale_floor"].cast<std::vector<float>>(), ceiling = given["scale_ceiling"].cast<std::vector<float>>();
+    std::copy(floor.begin(), floor.end(), settings.scale_floor), std::copy(ceiling.begin(), ceiling.end(), settings.scale_ceiling);
+    return settings;
+}
 
-    float* s = scales.mutable_data();
-    int64_t* c = counters.mutable_data();
-    Scale scale{{s[0], s[1]}, c[0], c[1], c[2]};
-    const Update run = update_of(isa);
-    const int64_t* rows = order.data();
-    Stats stats;
-    {
-        py::gil_scoped_release release;
-        stats = run(plan, rollout, settings, rows, scale, [] {
-            py::gil_scoped_acquire acquire;
-            return PyErr_CheckSignals() != 0;
-        });
-    }
-    s[0] = scale.scales[0], s[1] = scale.scales[1];
-    c[0] = scale.good_steps, c[1] = scale.skipped_steps, c[2] = scale.skips_at_floor;
-    if (PyErr_Occurred()) throw py::error_already_set();
-
+py::dict dictionary_of(const Stats& stats) {
     py::dict result;
     result["entropy_loss"] = stats.entropy_loss, result["policy_loss"] = stats.policy_loss;
     result["value_loss"] = stats.value_loss, result["approx_kl"] = stats.approx_kl;
@@ -170,13 +146,119 @@ py::dict update(const std::string& isa, const py::dict& plan_, const py::dict& r
     return result;
 }
 
+py::dict update(const std::string& isa, const py::dict& plan_, const py::dict& rollout_, const py::dict& settings_,
+                py::array_t<int64_t, py::array::c_style> order, py::array_t<float, py::array::c_style> scales,
+                py::array_t<int64_t, py::array::c_style> counters) {
+    const Plan plan = plan_of(plan_, true);
+    const Rollout rollout = rollout_of(rollout_);
+    const Settings settings = settings_of(settings_);
+    if (order.size() != settings.samples * settings.n_epochs || scales.size() != plan.networks || counters.size() != 3)
+        throw std::invalid_argument("order, scales or counters have the wrong size");
+
+    float* s = scales.mutable_data();
+    int64_t* c = counters.mutable_data();
+    Scale scale{{s[0], s[plan.networks - 1]}, c[0], c[1], c[2]};
+    const Engine& engine = engine_of(isa);
+    const int64_t* rows = order.data();
+    Stats stats;
+    {
+        py::gil_scoped_release release;
+        stats = engine.update(plan, rollout, settings, rows, scale, [] {
+            py::gil_scoped_acquire acquire;
+            return PyErr_CheckSignals() != 0;
+        });
+    }
+    for (int k = 0; k < plan.networks; ++k) s[k] = scale.scales[k];
+    c[0] = scale.good_steps, c[1] = scale.skipped_steps, c[2] = scale.skips_at_floor;
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return dictionary_of(stats);
+}
+
+// A policy's actor; returned arrays are fresh.
+class PolicyActor {
+public:
+    PolicyActor(const std::string& isa, const py::dict& plan_)
+        : plan(plan_of(plan_, false)), actor(engine_of(isa).make_actor(plan)), corrects(plan_["corrects"].cast<bool>()),
+          hands_on(plan_["hands_on"].cast<bool>()) {}
+
+    // (flags, actions, values, log-probabilities, behaviour, correction); None where not wanted.
+    py::tuple act(const py::array& observations, const py::object& noise, bool wants_actions, bool wants_values) {
+        Acting step{};
+        step.observations_are_double = py::isinstance<py::array_t<double>>(observations);
+        const int64_t size = plan.policy.front().inputs;
+        if (!(observations.flags() & py::array::c_style) || observations.size() % size != 0 ||
+            !(step.observations_are_double || py::isinstance<py::array_t<float>>(observations)))
+            throw std::invalid_argument("observations are FP32 or FP64 and contiguous");
+        step.observations = observations.data(), step.count = observations.size() / size;
+        py::object actions = py::none(), values = py::none(), log_prob = py::none(), behaviour = py::none(), correction = py::none();
+        const auto make = [&](py::object& array, float*& data, std::vector<int64_t> shape) {
+            py::array_t<float> made(shape);
+            data = made.mutable_data(), array = std::move(made);
+        };
+        if (wants_values) make(values, step.values, {step.count, 1});
+        if (wants_actions) {
+            const int64_t outputs = plan.policy.back().outputs;
+            const int64_t wide = plan.head == Head::categorical ? static_cast<int64_t>(plan.choices.size()) : outputs;
+            make(actions, step.actions, {step.count, wide});
+            make(log_prob, step.log_prob, {step.count});
+            if (hands_on) make(behaviour, step.behaviour, {step.count, outputs});
+            if (corrects) make(correction, step.correction, {step.count});
+            if (!noise.is_none()) {
+                const Floats draws = noise.cast<Floats>();
+                if (draws.size() != step.count * outputs) throw std::invalid_argument("noise has the wrong size");
+                step.noise = draws.data();
+            }
+        }
+        const int flags = actor->act(step);
+        return py::make_tuple(flags, actions, values, log_prob, behaviour, correction);
+    }
+
+private:
+    const Plan plan;
+    std::unique_ptr<Actor> actor;
+    bool corrects, hands_on;
+};
+
+int64_t store(const std::string& isa, const std::string& storage, const Floats& values, py::array& stored) {
+    const Storage kind = storage_of(storage);
+    if (values.size() != stored.size() || !(stored.flags() & py::array::c_style) || stored.itemsize() != (kind == Storage::fp32 ? 4 : 2))
+        throw std::invalid_argument("stored has another size or layout than values");
+    return engine_of(isa).store(kind, significand_bits_of(storage), values.data(), stored.mutable_data(), values.size());
+}
+
+Floats load(const std::string& isa, const std::string& storage, const py::array& stored) {
+    const Storage kind = storage_of(storage);
+    if (!(stored.flags() & py::array::c_style) || stored.itemsize() != (kind == Storage::fp32 ? 4 : 2))
+        throw std::invalid_argument("stored has the wrong layout");
+    Floats result(stored.size());
+    engine_of(isa).load(kind, significand_bits_of(storage), stored.data(), result.mutable_data(), stored.size());
+    return result;
+}
+
+Floats elementwise(const std::string& isa, const std::string& name, const Floats& values) {
+    const int function = named<int>(name, {"tanh", "exp", "expm1", "log", "log1p", "erf"});
+    Floats result(values.size());
+    engine_of(isa).elementwise(function, values.data(), result.mutable_data(), values.size());
+    return result;
+}
+
+Floats rounded(const std::string& isa, const std::string& storage, const Floats& values) {
+    Floats result(values.size());
+    engine_of(isa).round(storage_of(storage), significand_bits_of(storage), values.data(), result.mutable_data(), values.size());
+    return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
-    m.doc() = "PPO updates of MLP policies in one native call.";
+    m.doc() = "PPO updates and actions of MLP policies, each in one native call.";
     m.def("supports", &supports, "Whether this processor runs an instruction set.");
-    m.def("to_half", &to_half, "FP16 words of FP32 values.");
-    m.def("to_float", &to_float, "FP32 values of FP16 words.");
-    m.def("elementwise", &elementwise, "tanh, exp or expm1 of FP32 values, as the engine computes them.");
+    m.def("store", &store, "Round FP32 values to storage, saturating; returns how many saturated, -1 if one is not finite.");
+    m.def("load", &load, "FP32 values of numbers in storage.");
+    m.def("rounded", &rounded, "FP32 values rounded to nearest in a format, beyond its range to infinity.");
+    m.def("elementwise", &elementwise, "An elementary function of FP32 values, as the engine computes it.");
     m.def("update", &update, "Run all epochs on a rollout; trains parameters and optimizer state in place.");
+    py::class_<PolicyActor>(m, "Actor", "Acts for a policy whose parameters it reads where they are.")
+        .def(py::init<const std::string&, const py::dict&>())
+        .def("act", &PolicyActor::act, "Act in all environments; draws are the caller's.");
 }

@@ -1,35 +1,115 @@
 // The engine for one instruction set: included by a file that names it and sets the compiler's target.
+namespace sb3_fp16 {
+namespace {
+#include "lanes.inl"
+}
+}  // namespace sb3_fp16
+
 #include "../cuda/numerics.h"
 
 namespace sb3_fp16 {
 namespace {
 
-constexpr int MAX_DIMS = 4096;
 constexpr float LOG_SQRT_2PI = 0.918938533204672742f;
-constexpr float LARGEST_EXPONENT = 80.0f, LARGEST_HALF = 65504.0f, SMALLEST = 1.17549435e-38f, ROW_CLIP = 4.0f;
-constexpr uint32_t PARAMETER_SALT = 0x5851F42Du, ROOT_SALT = 0x14057B7Eu;
+constexpr float LARGEST_EXPONENT = 80.0f, SMALLEST = 1.17549435e-38f, ROW_CLIP = 4.0f;
+constexpr uint32_t PARAMETER_SALT = 0x5851F42Du, ROOT_SALT = 0x14057B7Eu, COPY_SALT = 0x2545F491u;
 
+#include "formats.inl"
 #include "tiles.inl"
+#include "network.inl"
+#include "heads.inl"
+#include "optimizers.inl"
 #include "update.inl"
-#include "sharp.inl"
+#include "act.inl"
 
-template <float (*FUNCTION)(float)>
-void apply(const float* x, float* y, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) y[i] = FUNCTION(x[i]);
+// Calls `use` with the formats that a plan stores and computes in.
+template <class Use>
+auto with_formats(const Plan& plan, Use use) {
+    const int bits = plan.significand_bits;
+    if (plan.storage == Storage::fp16) return use(Half(bits), Half(bits));
+    if (plan.storage == Storage::bf16) return use(Brain(bits), Brain(bits));
+    if (plan.storage == Storage::short_half) return use(ShortHalf(bits), ShortHalf(bits));
+    if (plan.compute == Storage::fp16) return use(Single(bits), Half(bits));
+    if (plan.compute == Storage::bf16) return use(Single(bits), Brain(bits));
+    return use(Single(bits), Single(bits));
 }
 
-float tanh_of(float x) { return tangent(x); }
-float exp_of(float x) { return exponential(x); }
-float expm1_of(float x) { return exponential_minus_1(x); }
+Stats update(const Plan& plan, const Rollout& rollout, const Settings& settings, const int64_t* order, Scale& scale,
+             Interrupted interrupted) {
+    return with_formats(plan, [&](auto storage, auto compute) {
+        return Update<decltype(storage), decltype(compute)>(plan, rollout, settings).run(order, scale, interrupted);
+    });
+}
+
+std::unique_ptr<Actor> make_actor(const Plan& plan) {
+    return with_formats(plan, [&](auto storage, auto compute) {
+        return std::unique_ptr<Actor>(new ActorOf<decltype(storage), decltype(compute)>(plan));
+    });
+}
+
+template <class Use>
+auto with_format(Storage kind, int significand_bits, Use use) {
+    if (kind == Storage::fp16) return use(Half(significand_bits));
+    if (kind == Storage::bf16) return use(Brain(significand_bits));
+    if (kind == Storage::short_half) return use(ShortHalf(significand_bits));
+    return use(Single(significand_bits));
+}
+
+int64_t store(Storage kind, int significand_bits, const float* values, void* stored, int64_t count) {
+    return with_format(kind, significand_bits, [&](auto format) -> int64_t {
+        Lane poison{};
+        Mask beyond{};
+        const Single single(0);
+        for (int64_t i = 0; i < count; i += WIDTH) {
+            const Lane x = single.load(values, i, count - i);
+            poison = poison + (x - x), beyond -= absolute(x) >= format.largest;
+        }
+        if (!(sum_of(poison) == 0.0f)) return -1;
+        for (int64_t i = 0; i < count; i += WIDTH) {
+            const Lane x = single.load(values, i, count - i);
+            format.store(stored, i, count - i, format.round(clamped(x, -format.largest, format.largest)));
+        }
+        int64_t saturated = 0;
+        for (int l = 0; l < WIDTH; ++l) saturated += beyond[l];
+        return saturated;
+    });
+}
+
+void load(Storage kind, int significand_bits, const void* stored, float* values, int64_t count) {
+    with_format(kind, significand_bits, [&](auto format) {
+        const Single single(0);
+        for (int64_t i = 0; i < count; i += WIDTH) single.store(values, i, count - i, format.load(stored, i, count - i));
+    });
+}
+
+void round(Storage kind, int significand_bits, const float* values, float* rounded, int64_t count) {
+    with_format(kind, significand_bits, [&](auto format) {
+        const Single single(0);
+        for (int64_t i = 0; i < count; i += WIDTH) single.store(rounded, i, count - i, format.round(single.load(values, i, count - i)));
+    });
+}
+
+template <Lane (*FUNCTION)(Lane)>
+void apply(const float* x, float* y, int64_t count) {
+    const Single single(0);
+    for (int64_t i = 0; i < count; i += WIDTH) single.store(y, i, count - i, FUNCTION(single.load(x, i, count - i)));
+}
+
+Lane tanh_of(Lane x) { return tangent(x); }
+Lane exp_of(Lane x) { return exponential(x); }
+Lane expm1_of(Lane x) { return exponential_minus_1(x); }
+Lane log_of(Lane x) { return logarithm(x); }
+Lane log1p_of(Lane x) { return logarithm_1_plus(x); }
+Lane erf_of(Lane x) { return error_function(x); }
+void elementwise(int function, const float* x, float* y, int64_t count) {
+    using Function = void (*)(const float*, float*, int64_t);
+    constexpr Function functions[] = {apply<tanh_of>, apply<exp_of>,   apply<expm1_of>,
+                                      apply<log_of>,  apply<log1p_of>, apply<erf_of>};
+    functions[function](x, y, count);
+}
 
 }  // namespace
 
-const Functions SB3_FP16_FUNCTIONS = {pack, unpack, apply<tanh_of>, apply<exp_of>, apply<expm1_of>};
-
-Stats SB3_FP16_UPDATE(const Plan& plan, const Rollout& rollout, const Settings& settings, const int64_t* order,
-                      Scale& scale, Interrupted interrupted) {
-    if (plan.half) return Engine<true>(plan, rollout, settings).run(order, scale, interrupted);
-    return Engine<false>(plan, rollout, settings).run(order, scale, interrupted);
-}
+const Engine SB3_FP16_ENGINE = {update, make_actor, store, load, round, elementwise};
 
 }  // namespace sb3_fp16

@@ -4,6 +4,5 @@
 #pragma GCC target("avx2,fma,f16c")
 #define SB3_FP16_AVX2  // the target pragma defines no macros
 #define SB3_FP16_F16C
-#define SB3_FP16_UPDATE update_avx2
-#define SB3_FP16_FUNCTIONS functions_avx2
+#define SB3_FP16_ENGINE engine_avx2
 #include "engine.inl"

@@ -4,6 +4,5 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define SB3_FP16_AVX512  // the target pragma defines no macros
 #define SB3_FP16_F16C
-#define SB3_FP16_UPDATE update_avx512
-#define SB3_FP16_FUNCTIONS functions_avx512
+#define SB3_FP16_ENGINE engine_avx512
 #include "engine.inl"

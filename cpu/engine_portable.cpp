@@ -1,6 +1,5 @@
 // The engine on portable. Library headers come first: their functions are shared with other files and must run anywhere.
 #include "headers.h"
 
-#define SB3_FP16_UPDATE update_portable
-#define SB3_FP16_FUNCTIONS functions_portable
+#define SB3_FP16_ENGINE engine_portable
 #include "engine.inl"

@@ -2,36 +2,55 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace sb3_fp16 {
 
+enum class Storage { fp32, fp16, bf16, short_half };
 enum class Sharing { elementwise, row, rank1 };
 enum class Rounding { nearest, stochastic, dithered, residual, swallowed, fp32 };
+enum class Activation { none, tanh, relu, leaky_relu, elu, silu, gelu, gelu_tanh };
+enum class Head { gaussian, categorical, bernoulli };
 
-// One parameter with its optimizer state. Storage is FP16 words, or FP32 where Plan::half is false.
+// One parameter with its optimizer state; an actor needs the first line only.
 struct Parameter {
     void* data;
+    int64_t rows, columns;
     void* first_moment;
     void* root_second_moment;  // of Adam: the second moment
     float* carry;              // null unless the writeback keeps one
     int64_t* step;             // of Adam: null, see adam_step
     float* adam_step;
-    int64_t rows, columns;
     uint32_t first_element;  // of the threshold sequences
     int network;
     Sharing sharing;
     Rounding writeback;
 };
 
-// y = tanh(x Wᵀ + b); a network's last layer has no activation.
+// y = activation(x Wᵀ + b); a network's last layer has none.
 struct Layer {
     int weight, bias;  // positions among the parameters
-    int inputs, outputs;
+    int64_t inputs, outputs;
+    Activation activation;
+    float slope;  // of leaky_relu for x < 0; of elu: alpha
 };
 
-struct Network {
-    std::vector<Layer> layers;
+using Network = std::vector<Layer>;
+
+struct Plan {
+    Storage storage;  // of parameters, optimizer state and rollout
+    Storage compute;  // what layers round to
+    int significand_bits;
+    bool stochastic_copy;  // round the compute format's copy of FP32 weights stochastically
+    std::vector<Parameter> parameters;
+    Network policy, value;
+    Head head;
+    std::vector<int64_t> choices;  // of each categorical head
+    int log_std;                   // position among the parameters; negative but for a Gaussian
+    bool two_sum;                  // residual log-ratio in the compute format's own operations
+    bool round_actions;
+    int networks;  // that have a gradient scale of their own
 };
 
 struct Settings {
@@ -49,18 +68,17 @@ struct Settings {
     float scale_floor[2], scale_ceiling[2];
 };
 
-// The rollout, rows in the order that indices refer to.
+// The rollout in storage format, rows in the order that indices refer to; null where there is no such array.
 struct Rollout {
     const void* observations;
-    const void* actions;
+    const void* actions;  // FP32 numbers where they are discrete
     const void* values;
     const void* advantages;
     const void* returns;
-    const void* mean;             // behaviour policy; null where old_log_prob serves
-    const void* log_std;          // shape (dims,)
-    const void* correction;       // null where it is 0
+    const void* behaviour;     // means or logits of the behaviour policy; null where old_log_prob serves
+    const void* log_std;       // shape (dims,)
+    const void* correction;
     const float* old_log_prob;
-    int64_t observation_size, action_size;
 };
 
 struct Scale {
@@ -75,28 +93,41 @@ struct Stats {
     float stopped_at_kl;
 };
 
-struct Plan {
-    bool half;
-    std::vector<Parameter> parameters;
-    Network policy, value;
-    int log_std;
+// One step of all environments; null where a caller does not want it.
+struct Acting {
+    const void* observations;  // FP32 or FP64
+    bool observations_are_double;
+    int64_t count;
+    const float* noise;  // standard normal, exponential or uniform draws; null: the distribution's mode
+    float* actions;
+    float* values;
+    float* log_prob;
+    float* behaviour;   // means or logits
+    float* correction;  // c = log π₀(a) − log π₀(a as stored)
 };
+
+enum Flags { not_finite = 1, saturated = 2 };
 
 using Interrupted = bool (*)();
 
-// What the engine is made of, for tests.
-struct Functions {
-    void (*pack)(const float*, uint16_t*, int64_t);
-    void (*unpack)(const uint16_t*, float*, int64_t);
-    void (*tanh)(const float*, float*, int64_t);
-    void (*exp)(const float*, float*, int64_t);
-    void (*expm1)(const float*, float*, int64_t);
+// Acts for a policy; notices when its parameters have changed.
+class Actor {
+public:
+    virtual ~Actor() = default;
+    virtual int act(const Acting&) = 0;  // returns Flags
 };
 
-extern const Functions functions_portable, functions_avx2, functions_avx512;
+// One instruction set.
+struct Engine {
+    Stats (*update)(const Plan&, const Rollout&, const Settings&, const int64_t* order, Scale&, Interrupted);
+    std::unique_ptr<Actor> (*make_actor)(const Plan&);
+    // How many values were beyond the format's range, or −1 if one was not finite; stores nothing then.
+    int64_t (*store)(Storage, int significand_bits, const float*, void*, int64_t);
+    void (*load)(Storage, int significand_bits, const void*, float*, int64_t);
+    void (*round)(Storage, int significand_bits, const float*, float*, int64_t);
+    void (*elementwise)(int function, const float*, float*, int64_t);  // in the order of the bindings' table
+};
 
-Stats update_portable(const Plan&, const Rollout&, const Settings&, const int64_t* order, Scale&, Interrupted);
-Stats update_avx2(const Plan&, const Rollout&, const Settings&, const int64_t* order, Scale&, Interrupted);
-Stats update_avx512(const Plan&, const Rollout&, const Settings&, const int64_t* order, Scale&, Interrupted);
+extern const Engine engine_portable, engine_avx2, engine_avx512;
 
 }  // namespace sb3_fp16

@@ -1,174 +1,132 @@
-// One PPO update for one instruction set: forward, loss, backward, norm and optimizer step of every minibatch.
-//
-// Weights live in FP32 tiles that hold storage's values, unpacked once per optimizer step. Activations and backward
-// signals are FP32 numbers rounded to storage where the reference engine rounds them.
+// One PPO update: forward, loss, backward, norm and optimizer step of every minibatch. Nothing is allocated meanwhile.
 
-using Floats = std::vector<float>;
-
-static Floats zeros(int64_t count) { return Floats(static_cast<size_t>(count), 0.0f); }
-
-// A layer's FP32 workspace.
-struct LayerSpace {
-    Layer shape;
-    int in_stride, out_stride;
-    Floats weight;      // [out][in], for the signal to the layer below
-    Floats transposed;  // [in][out], for the forward pass
-    Floats bias;
-    Floats output;         // [batch][out], after the activation
-    Floats signal;         // [batch][out], gradient of the output, then of the product
-    Floats weight_gradient;  // [out][in]
-    Floats bias_gradient;
-};
-
-struct NetworkSpace {
-    std::vector<LayerSpace> layers;
-    Floats input;  // [batch][in]
-    int input_stride;
-};
-
-template <bool HALF>
-struct Engine {
-    const Plan& plan;
-    const Rollout& rollout;
-    const Settings& settings;
-    int64_t batch;
-    int dims;
-    NetworkSpace policy, value;
-    Floats log_std, log_std0, log_std_gradient;
-    Floats actions, mean0, advantages, returns, old_values, correction, old_log_prob;
-    Floats scratch[8];
-
-    Engine(const Plan& plan_, const Rollout& rollout_, const Settings& settings_)
-        : plan(plan_), rollout(rollout_), settings(settings_), batch(std::min(settings_.batch_size, settings_.samples)),
-          dims(static_cast<int>(rollout_.action_size)) {
-        reserve(policy, plan.policy);
-        reserve(value, plan.value);
-        log_std = zeros(dims), log_std0 = zeros(dims), log_std_gradient = zeros(dims);
-        actions = zeros(batch * dims), mean0 = zeros(batch * dims);
-        for (Floats* per_sample : {&advantages, &returns, &old_values, &correction, &old_log_prob})
-            *per_sample = zeros(batch);
-        int64_t largest = 0;
-        for (const Parameter& p : plan.parameters) largest = std::max(largest, p.rows * p.columns);
-        for (Floats& space : scratch) space = zeros(largest + PAD);
-        refresh();
-        if (rollout.log_std) load(rollout.log_std, 0, dims, log_std0.data());
-    }
-
-    void reserve(NetworkSpace& space, const Network& network) {
-        space.input_stride = padded(network.layers.front().inputs);
-        space.input = zeros(batch * space.input_stride);
-        for (const Layer& shape : network.layers) {
-            LayerSpace layer{shape, padded(shape.inputs), padded(shape.outputs), {}, {}, {}, {}, {}, {}, {}};
-            layer.weight = zeros(static_cast<int64_t>(shape.outputs) * layer.in_stride);
-            layer.transposed = zeros(static_cast<int64_t>(shape.inputs) * layer.out_stride);
-            layer.bias = zeros(layer.out_stride);
-            layer.output = zeros(batch * layer.out_stride);
-            layer.signal = zeros(batch * layer.out_stride);
-            layer.weight_gradient = zeros(static_cast<int64_t>(shape.outputs) * layer.in_stride);
-            layer.bias_gradient = zeros(layer.out_stride);
-            space.layers.push_back(layer);
+template <class S, class C>
+class Update {
+public:
+    Update(const Plan& plan, const Rollout& rollout_, const Settings& settings_)
+        : rollout(rollout_), settings(settings_), model(plan, std::min(settings_.batch_size, settings_.samples), true),
+          head(model.compute, model.plan), samples(model.batch, outputs(), action_size()),
+          sharp(model.storage, settings, most(&Parameter::rows), most(&Parameter::columns)), adam(settings),
+          log_std0(model.log_std), log_std_gradient(model.log_std),
+          row(zeros(padded(std::max({model.observation_size, outputs(), action_size()})))) {
+        for (Floats* per_sample : {&advantages, &returns, &old_values, &predictions, &value_signal})
+            *per_sample = zeros(padded(model.batch));
+        model.refresh();
+        find_targets();
+        if (rollout.log_std) {
+            const int64_t dims = outputs();
+            for (int64_t j = 0; j < dims; j += WIDTH)
+                store_lane(&log_std0[static_cast<size_t>(j)], model.storage.load(rollout.log_std, j, dims - j));
         }
     }
 
-    // Values of an array in storage, as FP32.
-    static void load(const void* storage, int64_t start, int64_t count, float* values) {
-        if (HALF)
-            unpack(static_cast<const uint16_t*>(storage) + start, values, count);
-        else
-            memcpy(values, static_cast<const float*>(storage) + start, static_cast<size_t>(count) * sizeof(float));
-    }
-
-    static void store(const float* values, int64_t count, void* storage) {
-        if (HALF)
-            pack(values, static_cast<uint16_t*>(storage), count);
-        else
-            memcpy(storage, values, static_cast<size_t>(count) * sizeof(float));
-    }
-
-    static void round_storage(float* values, int64_t count) {
-        if (HALF) round_half(values, count);
-    }
-
-    // Unpack all parameters into tiles.
-    void refresh() {
-        for (NetworkSpace* space : {&policy, &value})
-            for (LayerSpace& layer : space->layers) {
-                const Layer& s = layer.shape;
-                const void* weight = plan.parameters[static_cast<size_t>(s.weight)].data;
-                for (int o = 0; o < s.outputs; ++o) {
-                    float* row = layer.weight.data() + static_cast<int64_t>(o) * layer.in_stride;
-                    load(weight, static_cast<int64_t>(o) * s.inputs, s.inputs, row);
-                }
-                transpose(layer.weight.data(), layer.in_stride, s.outputs, s.inputs, layer.transposed.data(),
-                          layer.out_stride);
-                load(plan.parameters[static_cast<size_t>(s.bias)].data, 0, s.outputs, layer.bias.data());
+    Stats run(const int64_t* order, Scale& scale, Interrupted interrupted) {
+        Stats stats{};
+        Means means{};
+        for (int64_t epoch = 0; epoch < settings.n_epochs && !stats.stopped; ++epoch) {
+            ++stats.epochs;
+            means.kl_of_epoch = 0, means.minibatches_of_epoch = 0;
+            for (int64_t start = 0; start < settings.samples && !stats.stopped; start += model.batch) {
+                if (interrupted && interrupted()) return stats;
+                const int64_t count = std::min(model.batch, settings.samples - start);
+                gather(order + epoch * settings.samples + start, count);
+                normalize(count);
+                model.forward(model.policy, count), model.forward(model.value, count);
+                const double kl = evaluate(count, scale, means, stats);
+                if (settings.target_kl >= 0 && kl > 1.5 * static_cast<double>(settings.target_kl))
+                    stats.stopped = true, stats.stopped_at_kl = static_cast<float>(kl);
+                else
+                    step(count, scale, means, stats);
             }
-        load(plan.parameters[static_cast<size_t>(plan.log_std)].data, 0, dims, log_std.data());
+        }
+        means.finish(stats);
+        return stats;
+    }
+
+private:
+    // Sums over minibatches.
+    struct Means {
+        double policy, value, entropy, clipped, kl_of_epoch, norm;
+        int64_t minibatches, minibatches_of_epoch, steps;
+        void finish(Stats& stats) const {
+            const double n = static_cast<double>(minibatches);
+            stats.policy_loss = policy / n, stats.value_loss = value / n, stats.entropy_loss = -entropy / n;
+            stats.clip_fraction = clipped / n, stats.approx_kl = kl_of_epoch / static_cast<double>(minibatches_of_epoch);
+            stats.grad_norm = steps ? norm / static_cast<double>(steps) : static_cast<double>(NAN);
+        }
+    };
+
+    // Sums over the samples of a minibatch.
+    struct Sums {
+        double policy, value, entropy, clipped, kl;
+    };
+
+    const Rollout rollout;
+    const Settings settings;
+    Model<S, C> model;
+    ActionHead<C> head;
+    Samples samples;
+    Sharp<S> sharp;
+    Adam adam;
+    std::vector<Target> targets;  // of the parameters
+    Floats log_std0, log_std_gradient, row;
+    Floats advantages, returns, old_values, predictions, value_signal;
+
+    int64_t outputs() const { return model.plan.policy.back().outputs; }
+    int64_t action_size() const {
+        return model.plan.head == Head::categorical ? static_cast<int64_t>(model.plan.choices.size()) : outputs();
+    }
+    int64_t most(int64_t Parameter::* extent) const {
+        int64_t found = 0;
+        for (const Parameter& p : model.plan.parameters) found = std::max(found, p.*extent);
+        return found;
+    }
+
+    void find_targets() {
+        targets.resize(model.plan.parameters.size());
+        for (NetworkSpace* space : {&model.policy, &model.value})
+            for (LayerSpace& layer : space->layers) {
+                targets[static_cast<size_t>(layer.shape.weight)] = {layer.weight_gradient.data(), layer.in_stride,
+                                                                    layer.weight.data(), layer.in_stride};
+                targets[static_cast<size_t>(layer.shape.bias)] = {layer.bias_gradient.data(), 1, layer.bias.data(), 1};
+            }
+        if (model.plan.log_std >= 0)
+            targets[static_cast<size_t>(model.plan.log_std)] = {log_std_gradient.data(), 1, model.log_std.data(), 1};
+    }
+
+    // Row `index` of an array in storage to a dense row of FP32 numbers.
+    template <class Format>
+    void read(const Format& format, const void* array, int64_t index, int64_t size, float* values) const {
+        for (int64_t c = 0; c < size; c += WIDTH) store_lane(values + c, format.load(array, index * size + c, size - c));
+    }
+
+    template <class Format>
+    void read_column(const Format& format, const void* array, int64_t index, int64_t size, int64_t b, Floats& columns) {
+        read(format, array, index, size, row.data());
+        for (int64_t j = 0; j < size; ++j) columns[static_cast<size_t>(j * samples.stride + b)] = row[static_cast<size_t>(j)];
     }
 
     void gather(const int64_t* rows, int64_t count) {
-        const int64_t size = rollout.observation_size;
+        const S& storage = model.storage;
+        const bool discrete = model.plan.head != Head::gaussian;
         for (int64_t b = 0; b < count; ++b) {
-            const int64_t row = rows[b];
-            load(rollout.observations, row * size, size, policy.input.data() + b * policy.input_stride);
-            load(rollout.actions, row * dims, dims, actions.data() + b * dims);
-            load(rollout.advantages, row, 1, &advantages[static_cast<size_t>(b)]);
-            load(rollout.returns, row, 1, &returns[static_cast<size_t>(b)]);
-            load(rollout.values, row, 1, &old_values[static_cast<size_t>(b)]);
-            if (rollout.mean) load(rollout.mean, row * dims, dims, mean0.data() + b * dims);
-            if (rollout.correction) load(rollout.correction, row, 1, &correction[static_cast<size_t>(b)]);
-            if (rollout.old_log_prob) old_log_prob[static_cast<size_t>(b)] = rollout.old_log_prob[row];
-        }
-    }
-
-    void forward(NetworkSpace& space, const float* input, int64_t count) {
-        const float* x = input;
-        int64_t x_stride = space.input_stride;
-        for (LayerSpace& layer : space.layers) {
-            const bool is_head = &layer == &space.layers.back();
-            multiply({x, x_stride, 1}, layer.transposed.data(), layer.out_stride, layer.output.data(), layer.out_stride,
-                     static_cast<int>(count), layer.shape.inputs, layer.out_stride);
-            for (int64_t b = 0; b < count; ++b) {
-                float* y = layer.output.data() + b * layer.out_stride;
-                for (int o = 0; o < layer.out_stride; ++o) y[o] += layer.bias[static_cast<size_t>(o)];
+            const int64_t index = rows[b];
+            const size_t at = static_cast<size_t>(b);
+            float* observation = model.input.data() + b * model.input_stride;
+            for (int64_t c = 0; c < model.observation_size; c += WIDTH) {
+                const Lane x = storage.load(rollout.observations, index * model.observation_size + c, model.observation_size - c);
+                store_lane(observation + c, S::rounds ? x : model.compute.round(x));
             }
-            round_storage(layer.output.data(), count * layer.out_stride);
-            if (!is_head) {
-                float* y = layer.output.data();
-                for (int64_t i = 0; i < count * layer.out_stride; ++i) y[i] = tangent(y[i]);
-                round_storage(y, count * layer.out_stride);
-            }
-            x = layer.output.data(), x_stride = layer.out_stride;
-        }
-    }
-
-    // The head's signal is the gradient of its output; rounds it, and leaves rounded gradients of all parameters.
-    void backward(NetworkSpace& space, const float* input, int64_t count) {
-        for (size_t l = space.layers.size(); l-- > 0;) {
-            LayerSpace& layer = space.layers[l];
-            const int64_t n = count * layer.out_stride;
-            float* signal = layer.signal.data();
-            round_storage(signal, n);
-            if (l + 1 < space.layers.size()) {
-                const float* y = layer.output.data();
-                for (int64_t i = 0; i < n; ++i) signal[i] = signal[i] * (1.0f - y[i] * y[i]);
-                round_storage(signal, n);
-            }
-            const float* x = l ? space.layers[l - 1].output.data() : input;
-            const int64_t x_stride = l ? space.layers[l - 1].out_stride : space.input_stride;
-            multiply({signal, 1, layer.out_stride}, x, x_stride, layer.weight_gradient.data(), layer.in_stride,
-                     layer.shape.outputs, static_cast<int>(count), layer.in_stride);
-            round_storage(layer.weight_gradient.data(), static_cast<int64_t>(layer.shape.outputs) * layer.in_stride);
-            float* bias = layer.bias_gradient.data();
-            for (int o = 0; o < layer.out_stride; ++o) bias[o] = 0.0f;
-            for (int64_t b = 0; b < count; ++b)
-                for (int o = 0; o < layer.out_stride; ++o) bias[o] += signal[b * layer.out_stride + o];
-            round_storage(bias, layer.out_stride);
-            if (l) {
-                LayerSpace& below = space.layers[l - 1];
-                multiply({signal, layer.out_stride, 1}, layer.weight.data(), layer.in_stride, below.signal.data(),
-                         below.out_stride, static_cast<int>(count), layer.shape.outputs, below.out_stride);
-            }
+            if (discrete)
+                read_column(Single(0), rollout.actions, index, action_size(), b, samples.actions);
+            else
+                read_column(storage, rollout.actions, index, action_size(), b, samples.actions);
+            if (rollout.behaviour) read_column(storage, rollout.behaviour, index, outputs(), b, samples.behaviour);
+            advantages[at] = storage.load(rollout.advantages, index, 1)[0];
+            returns[at] = storage.load(rollout.returns, index, 1)[0];
+            old_values[at] = storage.load(rollout.values, index, 1)[0];
+            if (rollout.correction) samples.correction[at] = storage.load(rollout.correction, index, 1)[0];
+            if (rollout.old_log_prob) samples.old_log_prob[at] = rollout.old_log_prob[index];
         }
     }
 
@@ -176,10 +134,10 @@ struct Engine {
     void normalize(int64_t count) {
         if (!settings.normalize_advantage || count < 2) return;
         double sum = 0.0, squares = 0.0;
-        for (int64_t b = 0; b < count; ++b) sum += advantages[static_cast<size_t>(b)];
+        for (int64_t b = 0; b < count; ++b) sum += static_cast<double>(advantages[static_cast<size_t>(b)]);
         const float mean = static_cast<float>(sum / static_cast<double>(count));
         for (int64_t b = 0; b < count; ++b) {
-            const double off = static_cast<double>(advantages[static_cast<size_t>(b)]) - mean;
+            const double off = static_cast<double>(advantages[static_cast<size_t>(b)] - mean);
             squares += off * off;
         }
         const float deviation = static_cast<float>(std::sqrt(squares / static_cast<double>(count - 1))) + 1e-8f;
@@ -189,126 +147,158 @@ struct Engine {
         }
     }
 
-    struct Sums {
-        double policy = 0, value = 0, clipped = 0, kl = 0;
-    };
+    // Losses of a minibatch and the heads' signals; returns the KL estimate.
+    double evaluate(int64_t count, const Scale& scale, Means& means, Stats& stats) {
+        LayerSpace &actor = model.policy.head(), &critic = model.value.head();
+        transpose(actor.output.data(), actor.out_stride, count, outputs(), samples.outputs.data(), samples.stride);
+        for (int64_t b = 0; b < count; ++b)
+            predictions[static_cast<size_t>(b)] = critic.output[static_cast<size_t>(b * critic.out_stride)];
+        if (model.plan.head == Head::gaussian) head.gaussian.begin(model.log_std.data(), log_std0.data());
 
-    // Module B, the clipped loss and the value loss: fills the heads' signals and log_std's gradient.
-    Sums losses(int64_t count, const Scale& scale) {
-        LayerSpace &actor = policy.layers.back(), &critic = value.layers.back();
-        const float samples = static_cast<float>(count);
-        const float actor_scale = scale.scales[0] / samples, critic_scale = scale.scales[1] / samples;
-        float inverse_std[MAX_DIMS], inverse_std0[MAX_DIMS], change[MAX_DIMS], t[MAX_DIMS];
-        for (int j = 0; j < dims; ++j) {
-            inverse_std[j] = exponential(-log_std[static_cast<size_t>(j)]);
-            inverse_std0[j] = exponential(-log_std0[static_cast<size_t>(j)]);
-            change[j] = log_std[static_cast<size_t>(j)] - log_std0[static_cast<size_t>(j)];
-            t[j] = exponential_minus_1(-change[j]);
-            log_std_gradient[static_cast<size_t>(j)] = 0.0f;
+        const float n = static_cast<float>(count);
+        const float policy_scale = scale.scales[0] / n, value_scale = scale.scales[model.plan.networks - 1] / n;
+        Sums sums{};
+        for (int64_t s = 0; s < count; s += WIDTH) {
+            const Mask valid = first_lanes(count - s);
+            policy_loss(s, valid, policy_scale, sums);
+            value_loss(s, valid, value_scale, sums);
         }
-        Sums sums;
-        for (int64_t b = 0; b < count; ++b) {
-            const float* mean = actor.output.data() + b * actor.out_stride;
-            const float *action = actions.data() + b * dims, *behaviour = mean0.data() + b * dims;
-            float* signal = actor.signal.data() + b * actor.out_stride;
-            float d = 0.0f, z[MAX_DIMS];
-            if (rollout.mean) {
-                for (int j = 0; j < dims; ++j) {
-                    const float z0 = (action[j] - behaviour[j]) * inverse_std0[j];
-                    const float q = (mean[j] - behaviour[j]) * inverse_std0[j];
-                    const float dz = z0 * t[j] - q * (1.0f + t[j]);       // Δz = z₀t − q(1 + t)
-                    d += -change[j] - z0 * dz - 0.5f * dz * dz;           // Δlog p = −Δl − z₀Δz − ½Δz²
-                    z[j] = z0 + dz;
-                }
-                if (rollout.correction) d -= correction[static_cast<size_t>(b)];
-            } else {
-                for (int j = 0; j < dims; ++j) {
-                    z[j] = (action[j] - mean[j]) * inverse_std[j];
-                    d += -log_std[static_cast<size_t>(j)] - 0.5f * z[j] * z[j] - LOG_SQRT_2PI;
-                }
-                d -= old_log_prob[static_cast<size_t>(b)];
-            }
-            const float advantage = advantages[static_cast<size_t>(b)];
-            const float lower = advantage >= 0 ? -INFINITY : settings.clip_lower;
-            const float upper = smaller(advantage >= 0 ? settings.clip_upper : INFINITY, LARGEST_EXPONENT);
-            const bool inside = d >= lower && d <= upper;
-            const float ratio = exponential(d < lower ? lower : d > upper ? upper : d);
-            const float slope = inside || d != d ? -advantage * ratio * actor_scale : 0.0f;
-            sums.policy -= static_cast<double>(advantage * ratio);
-            sums.clipped += d > settings.clip_upper || d < settings.clip_lower ? 1.0 : 0.0;
-            sums.kl += static_cast<double>(exponential_minus_1(d) - d);
-            for (int j = 0; j < dims; ++j) {
-                signal[j] = slope * z[j] * inverse_std[j];                               // ∂d/∂μ = z e^{−l}
-                log_std_gradient[static_cast<size_t>(j)] += slope * (z[j] * z[j] - 1.0f);  // ∂d/∂l = z² − 1
-            }
-            const float old_value = old_values[static_cast<size_t>(b)];
-            float predicted = critic.output[static_cast<size_t>(b * critic.out_stride)];
-            bool moves = true;
-            if (settings.clip_range_vf >= 0) {
-                const float off = predicted - old_value, bound = settings.clip_range_vf;
-                moves = off >= -bound && off <= bound;
-                predicted = old_value + smaller(larger(off, -bound), bound);
-            }
-            const float error = predicted - returns[static_cast<size_t>(b)];
-            sums.value += static_cast<double>(error * error);
-            critic.signal[static_cast<size_t>(b * critic.out_stride)] =
-                moves ? 2.0f * settings.vf_coef * critic_scale * error : 0.0f;
+        if (model.plan.head == Head::gaussian)
+            for (int64_t j = 0; j < outputs(); ++j)
+                log_std_gradient[static_cast<size_t>(j)] =
+                    static_cast<float>(head.gaussian.log_std_gradient[static_cast<size_t>(j)]) - settings.ent_coef * scale.scales[0];
+        round_signals(actor, critic, count);
+
+        const double samples_ = static_cast<double>(count), entropy = sums.entropy / samples_;
+        const double policy = sums.policy / samples_, value = sums.value / samples_, kl = sums.kl / samples_;
+        means.policy += policy, means.value += value, means.entropy += entropy, means.clipped += sums.clipped / samples_;
+        means.kl_of_epoch += kl, ++means.minibatches, ++means.minibatches_of_epoch;
+        stats.loss = policy - static_cast<double>(settings.ent_coef) * entropy + static_cast<double>(settings.vf_coef) * value;
+        return kl;
+    }
+
+    // Module B and the clipped surrogate −Â·e^{d̄} of WIDTH samples.
+    void policy_loss(int64_t s, Mask valid, float scale, Sums& sums) {
+        Lane entropy;
+        const LogRatio form = !rollout.behaviour ? LogRatio::absolute : model.plan.two_sum ? LogRatio::two_sum : LogRatio::residual;
+        const Lane d = head.log_ratio(form, samples, s, &entropy) - load_lane(&samples.correction[static_cast<size_t>(s)]);
+        const Lane advantage = load_lane(&advantages[static_cast<size_t>(s)]);
+        const Mask gains = advantage >= 0.0f;
+        const Lane lower = select(gains, lane_of(-INFINITY), lane_of(settings.clip_lower));
+        const Lane upper = smaller(select(gains, lane_of(settings.clip_upper), lane_of(INFINITY)), lane_of(LARGEST_EXPONENT));
+        const Lane ratio = exponential(smaller(upper, larger(lower, d)));  // of NaN: NaN
+        const Mask clipped = (d < lower) | (d > upper);
+        const Lane gain = advantage * ratio;
+        const Lane slope = select(valid & ~clipped, -gain * scale, Lane{});
+        head.backward(samples, s, slope, -settings.ent_coef * scale, valid);
+
+        const Mask outside = (d > settings.clip_upper) | (d < settings.clip_lower);
+        sums.policy -= static_cast<double>(sum_of(select(valid, gain, Lane{})));
+        sums.entropy += static_cast<double>(sum_of(select(valid, entropy, Lane{})));
+        sums.clipped += static_cast<double>(number_set(valid & outside));
+        sums.kl += static_cast<double>(sum_of(select(valid, exponential_minus_1(d) - d, Lane{})));
+    }
+
+    // Mean squared error of WIDTH samples, the prediction clipped around the old one if asked for.
+    void value_loss(int64_t s, Mask valid, float scale, Sums& sums) {
+        const size_t at = static_cast<size_t>(s);
+        const Lane old_value = load_lane(&old_values[at]);
+        Lane predicted = load_lane(&predictions[at]);
+        Mask moves = valid;
+        if (settings.clip_range_vf >= 0) {
+            const Lane off = predicted - old_value;
+            moves = valid & (off >= -settings.clip_range_vf) & (off <= settings.clip_range_vf);
+            predicted = old_value + clamped(off, -settings.clip_range_vf, settings.clip_range_vf);
         }
-        for (int j = 0; j < dims; ++j) log_std_gradient[static_cast<size_t>(j)] -= settings.ent_coef * scale.scales[0];
-        round_storage(log_std_gradient.data(), dims);
-        return sums;
+        const Lane error = predicted - load_lane(&returns[at]);
+        sums.value += static_cast<double>(sum_of(select(valid, error * error, Lane{})));
+        store_lane(&value_signal[at], select(moves, 2.0f * settings.vf_coef * scale * error, Lane{}));
     }
 
-    // Gradient of a parameter: where it lies and how far apart its rows are.
-    struct Gradient {
-        const float* data;
-        int64_t stride;
-    };
-
-    std::vector<Gradient> gradients() {
-        std::vector<Gradient> found(plan.parameters.size());
-        for (NetworkSpace* space : {&policy, &value})
-            for (LayerSpace& layer : space->layers) {
-                found[static_cast<size_t>(layer.shape.weight)] = {layer.weight_gradient.data(), layer.in_stride};
-                found[static_cast<size_t>(layer.shape.bias)] = {layer.bias_gradient.data(), 1};
+    void round_signals(LayerSpace& actor, LayerSpace& critic, int64_t count) {
+        const auto round = [this](float* x, int64_t n, const auto& format) {
+            for (int64_t i = 0; i < n; i += WIDTH) store_lane(x + i, format.round_words(load_lane(x + i)));
+        };
+        transpose(samples.signal.data(), samples.stride, outputs(), count, actor.signal.data(), actor.out_stride);
+        for (int64_t b = 0; b < count; ++b)
+            critic.signal[static_cast<size_t>(b * critic.out_stride)] = value_signal[static_cast<size_t>(b)];
+        round(actor.signal.data(), count * actor.out_stride, model.compute);
+        round(critic.signal.data(), count * critic.out_stride, model.compute);
+        if (!log_std_gradient.empty())
+            for (int64_t j = 0; j < outputs(); j += WIDTH) {
+                float* gradient = &log_std_gradient[static_cast<size_t>(j)];
+                store_lane(gradient, model.storage.round(load_lane(gradient)));
             }
-        found[static_cast<size_t>(plan.log_std)] = {log_std_gradient.data(), 1};
-        return found;
     }
 
-    // Module A: G = s·sqrt(Σ (g/s)²) with s = max|g| of one network; not finite where a gradient is not.
-    float norm(const std::vector<Gradient>& all, int network) {
-        float largest = 0.0f;
-        bool overflowed = false;
-        each_row(all, network, [&](const float* row, int64_t count) {
-            largest = larger(largest_magnitude(row, count), largest);
-            overflowed |= poisoned(row, count);
-        });
-        if (overflowed) return NAN;
-        if (largest == 0.0f) return 0.0f;
-        double sum = 0.0;
-        each_row(all, network,
-                 [&](const float* row, int64_t count) { sum += static_cast<double>(sum_of_squares(row, count, largest)); });
-        return largest * static_cast<float>(std::sqrt(sum));
-    }
-
-    // Rows of one network's gradients; neighbouring ones as a whole where nothing lies between.
-    template <class Visit>
-    void each_row(const std::vector<Gradient>& all, int network, Visit visit) {
-        for (size_t i = 0; i < all.size(); ++i) {
-            const Parameter& p = plan.parameters[i];
-            if (p.network != network) continue;
-            if (all[i].stride == p.columns)
-                visit(all[i].data, p.rows * p.columns);
+    // Backward pass, global norm, optimizer step.
+    void step(int64_t count, Scale& scale, Means& means, Stats& stats) {
+        model.backward(model.policy, count), model.backward(model.value, count);
+        const int networks = model.plan.networks;
+        float norms[2] = {}, sum = 0.0f, coefficients[2];
+        for (int k = 0; k < networks; ++k) {
+            norms[k] = norm(k);
+            sum += (norms[k] / scale.scales[k]) * (norms[k] / scale.scales[k]);
+        }
+        const float total = std::sqrt(sum), clip = smaller(settings.max_grad_norm / (total + 1e-6f), 1.0f);
+        for (int k = 0; k < networks; ++k) coefficients[k] = clip / scale.scales[k];
+        if (adapt(scale, norms)) return;
+        means.norm += static_cast<double>(total), ++means.steps;
+        for (size_t i = 0; i < targets.size(); ++i) {
+            const Parameter& p = model.plan.parameters[i];
+            if constexpr (S::rounds)
+                sharp.step(p, targets[i], coefficients[p.network], stats);
+            else if (static_cast<int>(i) == model.plan.log_std)  // which no layer copies
+                adam.step(p, targets[i], coefficients[p.network], [](Lane x, uint32_t) { return x; });
             else
-                for (int64_t r = 0; r < p.rows; ++r) visit(all[i].data + r * all[i].stride, p.columns);
+                adam.step(p, targets[i], coefficients[p.network], [this](Lane x, uint32_t at) { return model.copy_of(model, x, at); });
+        }
+        for (NetworkSpace* space : {&model.policy, &model.value})
+            for (LayerSpace& layer : space->layers)
+                transpose(layer.weight.data(), layer.in_stride, layer.shape.outputs, layer.shape.inputs, layer.transposed.data(),
+                          layer.out_stride);
+    }
+
+    // Module A: G = s·sqrt(Σ (g/s)²) with s near max|g| of one network; not finite where a gradient is not.
+    float norm(int network) const {
+        Lane largest{}, poison{};
+        each_row(network, [&](const float* x, int64_t count) {
+            for (int64_t i = 0; i < count; i += WIDTH) {
+                const Lane g = load_lane(x + i);
+                largest = larger(absolute(g), largest), poison = poison + (g - g);
+            }
+        });
+        if (!(sum_of(poison) == 0.0f)) return NAN;
+        const Lane power = power_of_two(lane_of(largest_of(largest))), inverse = inverse_of_power(power);
+        double sum = 0.0;
+        each_row(network, [&](const float* x, int64_t count) {
+            Lane squares{};
+            for (int64_t i = 0; i < count; i += WIDTH) {
+                const Lane scaled = load_lane(x + i) * inverse;
+                squares = squares + scaled * scaled;
+            }
+            sum += static_cast<double>(sum_of(squares));
+        });
+        return power[0] * static_cast<float>(std::sqrt(sum));
+    }
+
+    // Padded rows of one network's gradients, some together; the padding is 0.
+    template <class Visit>
+    void each_row(int network, Visit visit) const {
+        constexpr int64_t TOGETHER = 4096;
+        for (size_t i = 0; i < targets.size(); ++i) {
+            const Parameter& p = model.plan.parameters[i];
+            if (p.network != network) continue;
+            const int64_t n = p.columns == 1 ? padded(p.rows) : p.rows * targets[i].gradient_stride;
+            for (int64_t start = 0; start < n; start += TOGETHER)
+                visit(targets[i].gradient + start, std::min(TOGETHER, n - start));
         }
     }
 
     // The scale's rules: sb3_fp16/scalars.py, GradientScale.update. Returns whether to skip the step.
-    bool adapt(Scale& scale, const float* norms) {
+    bool adapt(Scale& scale, const float* norms) const {
         bool skip = false, at_floor = false, overflowed[2];
-        for (int k = 0; k < 2; ++k) {
+        for (int k = 0; k < model.plan.networks; ++k) {
             overflowed[k] = !(norms[k] - norms[k] == 0.0f);
             skip = skip || overflowed[k];
             at_floor = at_floor || (overflowed[k] && scale.scales[k] <= settings.scale_floor[k]);
@@ -318,89 +308,11 @@ struct Engine {
         scale.good_steps = skip ? 0 : scale.good_steps + 1;
         const bool grow = scale.good_steps >= 2000;
         if (grow) scale.good_steps = 0;
-        for (int k = 0; k < 2; ++k) {
+        for (int k = 0; k < model.plan.networks; ++k) {
             const float halved = larger(scale.scales[k] / 2, settings.scale_floor[k]);
             const float grown = smaller(scale.scales[k] * (grow ? 2.0f : 1.0f), settings.scale_ceiling[k]);
             scale.scales[k] = overflowed[k] ? halved : grown;
         }
         return skip;
     }
-
-    Stats run(const int64_t* order, Scale& scale, Interrupted interrupted) {
-        Stats stats{};
-        double policy_sum = 0, value_sum = 0, entropy_sum = 0, clip_sum = 0, norm_sum = 0, kl_sum = 0;
-        int64_t minibatches = 0, steps = 0, of_epoch = 0;
-        const std::vector<Gradient> all = gradients();
-        for (int64_t epoch = 0; epoch < settings.n_epochs && !stats.stopped; ++epoch) {
-            ++stats.epochs;
-            kl_sum = 0, of_epoch = 0;
-            for (int64_t start = 0; start < settings.samples; start += batch) {
-                if (interrupted && interrupted()) return stats;
-                const int64_t count = std::min(batch, settings.samples - start);
-                gather(order + epoch * settings.samples + start, count);
-                normalize(count);
-                forward(policy, policy.input.data(), count);
-                forward(value, policy.input.data(), count);
-                const Sums sums = losses(count, scale);
-                const double n = static_cast<double>(count);
-                double entropy = 0;
-                for (float l : log_std) entropy -= static_cast<double>(l) + 0.5 + static_cast<double>(LOG_SQRT_2PI);
-                policy_sum += sums.policy / n, value_sum += sums.value / n, clip_sum += sums.clipped / n;
-                entropy_sum += entropy, kl_sum += sums.kl / n;
-                ++minibatches, ++of_epoch;
-                stats.loss = sums.policy / n + static_cast<double>(settings.ent_coef) * entropy +
-                             static_cast<double>(settings.vf_coef) * sums.value / n;
-                if (settings.target_kl >= 0 && sums.kl / n > 1.5 * static_cast<double>(settings.target_kl)) {
-                    stats.stopped = true, stats.stopped_at_kl = static_cast<float>(sums.kl / n);
-                    break;
-                }
-                backward(policy, policy.input.data(), count);
-                backward(value, policy.input.data(), count);
-                const float norms[2] = {norm(all, 0), norm(all, 1)};
-                const float g0 = norms[0] / scale.scales[0], g1 = norms[1] / scale.scales[1];
-                const float total = std::sqrt(g0 * g0 + g1 * g1);
-                const float clip = smaller(settings.max_grad_norm / (total + 1e-6f), 1.0f);
-                const float coefficients[2] = {clip / scale.scales[0], clip / scale.scales[1]};
-                if (adapt(scale, norms)) continue;
-                norm_sum += static_cast<double>(total), ++steps;
-                for (size_t i = 0; i < all.size(); ++i) {
-                    const Parameter& p = plan.parameters[i];
-                    if (HALF)
-                        sharp(p, all[i], coefficients[p.network], stats);
-                    else
-                        adam(p, all[i], coefficients[p.network]);
-                }
-                refresh();
-            }
-        }
-        const double n = static_cast<double>(minibatches);
-        stats.policy_loss = policy_sum / n, stats.value_loss = value_sum / n, stats.entropy_loss = entropy_sum / n;
-        stats.clip_fraction = clip_sum / n, stats.approx_kl = kl_sum / static_cast<double>(of_epoch);
-        stats.grad_norm = steps ? norm_sum / static_cast<double>(steps) : NAN;
-        return stats;
-    }
-
-    // The gradient, unscaled and clipped, dense.
-    void unscale(const Parameter& p, Gradient gradient, float coefficient, float* g) {
-        for (int64_t r = 0; r < p.rows; ++r)
-            for (int64_t c = 0; c < p.columns; ++c) g[r * p.columns + c] = gradient.data[r * gradient.stride + c] * coefficient;
-    }
-
-    void adam(const Parameter& p, Gradient gradient, float coefficient) {
-        const int64_t n = p.rows * p.columns;
-        float *g = scratch[0].data(), *theta = static_cast<float*>(p.data);
-        float *m = static_cast<float*>(p.first_moment), *v = static_cast<float*>(p.root_second_moment);
-        unscale(p, gradient, coefficient, g);
-        const double t = static_cast<double>(*p.adam_step += 1.0f);
-        const float step_size = static_cast<float>(settings.lr / (1 - std::pow(settings.beta1, t)));
-        const float unbias = static_cast<float>(std::sqrt(1 - std::pow(settings.beta2, t)));
-        const float blend = static_cast<float>(1 - settings.beta1), keep = static_cast<float>(settings.beta2);
-        const float add = static_cast<float>(1 - settings.beta2), eps = static_cast<float>(settings.eps);
-        const float decay = static_cast<float>(settings.weight_decay);
-        for (int64_t i = 0; i < n; ++i) {
-            const float slope = g[i] + decay * theta[i];
-            m[i] = m[i] + blend * (slope - m[i]);
-            v[i] = v[i] * keep + add * slope * slope;
-            theta[i] -= step_size * m[i] / (std::sqrt(v[i]) / unbias + eps);
-        }
-    }
+};

@@ -2,8 +2,11 @@
 //
 // Plain FP32 arithmetic in a fixed order and no library functions, so that a CPU and a GPU give the same bits. Nothing
 // here is contracted to fused multiply-adds: compile with -ffp-contract=off, or -fmad=false.
+//
+// T is float, or a vector of floats for which the primitives below are overloaded before this file is included.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -30,16 +33,35 @@ SB3_FP16_FUNCTION uint32_t as_word(float value) {
 
 SB3_FP16_FUNCTION float select(bool condition, float yes, float no) { return condition ? yes : no; }
 
-SB3_FP16_FUNCTION float absolute(float x) { return as_float(as_word(x) & 0x7fffffffu); }
+SB3_FP16_FUNCTION uint32_t select(bool condition, uint32_t yes, uint32_t no) { return condition ? yes : no; }
 
 SB3_FP16_FUNCTION float larger(float a, float b) { return a > b ? a : b; }
 
 SB3_FP16_FUNCTION float smaller(float a, float b) { return a < b ? a : b; }
 
+SB3_FP16_FUNCTION float truncated(float x) { return static_cast<float>(static_cast<int32_t>(x)); }
+
+SB3_FP16_FUNCTION float number_of(uint32_t word) { return static_cast<float>(static_cast<int32_t>(word)); }
+
+template <class T>
+SB3_FP16_FUNCTION T absolute(T x) {
+    return as_float(as_word(x) & 0x7fffffffu);
+}
+
+template <class T>
+SB3_FP16_FUNCTION T with_sign_of(T magnitude, T x) {
+    return as_float(as_word(magnitude) | (as_word(x) & 0x80000000u));
+}
+
+template <class T>
+SB3_FP16_FUNCTION T clamped(T x, float lower, float upper) {
+    return smaller(larger(x, T{} + lower), T{} + upper);
+}
+
 // e^r for |r| <= ln(2)/2, minus 1: Taylor to r^7, error below 2^-26 relative.
-SB3_FP16_FUNCTION float expm1_reduced(float r) {
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
+template <class T>
+SB3_FP16_FUNCTION T expm1_reduced(T r) {
+    T p = r * (1.0f / 5040) + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
@@ -47,73 +69,127 @@ SB3_FP16_FUNCTION float expm1_reduced(float r) {
     return r + r * r * p;
 }
 
-// x = n·ln 2 + r; the shift rounds to the nearest integer without a conversion. Beyond ±88 the result would leave FP32.
-SB3_FP16_FUNCTION float reduce(float x, float* power) {
+// x = n·ln 2 + r and 2^n; the shift leaves n in the low bits of the sum. Beyond ±88 the result would leave FP32.
+template <class T>
+SB3_FP16_FUNCTION T reduce(T x, T* power) {
     const float shift = 12582912.0f;  // 1.5 · 2^23
-    const float n = (x * 1.44269504f + shift) - shift;
-    *power = as_float(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
+    const T shifted = x * 1.44269504f + shift;
+    const T n = shifted - shift;
+    *power = as_float((as_word(shifted) - (0x4b400000u - 127u)) << 23);
     return (x - n * 0.693359375f) + n * 2.12194440e-4f;
 }
 
-SB3_FP16_FUNCTION float exponential(float x) {
-    float power;
-    const float clamped = smaller(larger(x, -87.0f), 88.0f);
-    const float r = reduce(clamped, &power);
-    const float result = power + power * expm1_reduced(r);
-    return x != x ? x : result;
+template <class T>
+SB3_FP16_FUNCTION T exponential(T x) {
+    T power;
+    const T r = reduce(clamped(x, -87.0f, 88.0f), &power);
+    const T result = power + power * expm1_reduced(r);
+    return select(x != x, x, result);
 }
 
-SB3_FP16_FUNCTION float exponential_minus_1(float x) {
-    float power;
-    const float clamped = smaller(larger(x, -87.0f), 88.0f);
-    const float r = reduce(clamped, &power);
-    const float result = (power - 1.0f) + power * expm1_reduced(r);
-    return x != x ? x : result;
+template <class T>
+SB3_FP16_FUNCTION T exponential_minus_1(T x) {
+    T power;
+    const T r = reduce(clamped(x, -87.0f, 88.0f), &power);
+    const T result = (power - 1.0f) + power * expm1_reduced(r);
+    return select(x != x, x, result);
+}
+
+// log x for normal x > 0: with x = 2^e·f, f near 1, log f = 2 artanh s, s = (f − 1)/(f + 1), to s^9.
+template <class T>
+SB3_FP16_FUNCTION T logarithm(T x) {
+    const auto offset = as_word(x) - 0x3f3504f3u;  // f from sqrt(1/2) to sqrt(2)
+    const T e = number_of(offset >> 23) - select(as_word(x) < 0x3f3504f3u, T{} + 512.0f, T{});
+    const T f = as_float((offset & 0x007fffffu) + 0x3f3504f3u);
+    const T s = (f - 1.0f) / (f + 1.0f), square = s * s;
+    T p = square * (2.0f / 9) + 2.0f / 7;
+    p = p * square + 2.0f / 5;
+    p = p * square + 2.0f / 3;
+    const T log_f = 2.0f * s + s * square * p;
+    const T result = e * 0.693359375f + (log_f - e * 2.12194440e-4f);
+    return select(x < INFINITY, result, x);
+}
+
+// log(1 + x) for x > −1: what forming 1 + x loses is given back to first order.
+template <class T>
+SB3_FP16_FUNCTION T logarithm_1_plus(T x) {
+    const T u = larger(1.0f + x, T{} + 1.17549435e-38f);
+    const T result = logarithm(u) + (x - (u - 1.0f)) / u;
+    return select(x < INFINITY, result, x);
 }
 
 // tanh x = -u/(2 + u) with u = expm1(-2|x|): no cancellation near 0, no overflow far away.
-SB3_FP16_FUNCTION float tangent(float x) {
-    const float u = exponential_minus_1(-2.0f * absolute(x));
-    const float magnitude = -u / (2.0f + u);
-    return as_float(as_word(magnitude) | (as_word(x) & 0x80000000u));
+template <class T>
+SB3_FP16_FUNCTION T tangent(T x) {
+    const T u = exponential_minus_1(-2.0f * absolute(x));
+    return with_sign_of(-u / (2.0f + u), x);
+}
+
+template <class T>
+SB3_FP16_FUNCTION T logistic(T x) {
+    return 1.0f / (1.0f + exponential(-x));
+}
+
+// erf x to 1.5e-7 (Abramowitz and Stegun 1964, 7.1.26).
+template <class T>
+SB3_FP16_FUNCTION T error_function(T x) {
+    const T magnitude = absolute(x), t = 1.0f / (1.0f + 0.3275911f * magnitude);
+    T p = t * 1.061405429f - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    return with_sign_of(1.0f - p * t * exponential(-magnitude * magnitude), x);
 }
 
 // A threshold sequence is a function of (step, element index) alone: sb3_fp16/rounding.py.
 constexpr uint32_t STEP_STRIDE = 0x9E3779B9u;
 constexpr uint32_t INDEX_STRIDE = 0xC13FA9A9u;
 
-SB3_FP16_FUNCTION uint32_t mix(uint32_t word) {
+template <class W>
+SB3_FP16_FUNCTION W mix(W word) {
     word = (word ^ (word >> 16)) * 0x7FEB352Du;
     word = (word ^ (word >> 15)) * 0x846CA68Bu;
     return word ^ (word >> 16);
 }
 
-SB3_FP16_FUNCTION float unit_interval(uint32_t word) {
-    return static_cast<float>(static_cast<int32_t>(word >> 8)) * 5.9604644775390625e-8f;  // 2^-24
+template <class W>
+SB3_FP16_FUNCTION auto unit_interval(W word) {
+    return number_of(word >> 8) * 5.9604644775390625e-8f;  // 2^-24
 }
 
 SB3_FP16_FUNCTION uint32_t dither_key(uint32_t step, uint32_t salt) { return step * STEP_STRIDE + salt; }
 
-SB3_FP16_FUNCTION float dither_threshold(uint32_t index, uint32_t key) {
+template <class W>
+SB3_FP16_FUNCTION auto dither_threshold(W index, uint32_t key) {
     return unit_interval(index * INDEX_STRIDE + key);
 }
 
-SB3_FP16_FUNCTION uint32_t random_key(uint32_t step, uint32_t salt, uint32_t seed) {
+template <class W>
+SB3_FP16_FUNCTION W random_key(W step, uint32_t salt, uint32_t seed) {
     return mix(mix((step * STEP_STRIDE) ^ seed) ^ salt);
 }
 
-SB3_FP16_FUNCTION float random_threshold(uint32_t index, uint32_t key) {
+template <class W, class K>
+SB3_FP16_FUNCTION auto random_threshold(W index, K key) {
     return unit_interval(mix((index * INDEX_STRIDE) ^ key));
 }
 
-// Round the magnitude to FP16's grid, up where the covered fraction of a step exceeds the threshold.
-SB3_FP16_FUNCTION float round_by_threshold(float value, float threshold) {
-    const float power_of_two = as_float(as_word(value) & 0x7f800000u);
-    const float tick = larger(power_of_two, 6.103515625e-5f) * 9.765625e-4f;  // 2^-14, 2^-10
-    const float covered = absolute(value) / tick;
-    const float whole = static_cast<float>(static_cast<int32_t>(covered));
-    const float rounded = (whole + select(covered - whole > threshold, 1.0f, 0.0f)) * tick;
-    return as_float(as_word(rounded) | (as_word(value) & 0x80000000u));
+// Round a magnitude to a format with FP16's exponents, up where the covered fraction of a step exceeds the threshold.
+template <class T>
+SB3_FP16_FUNCTION T round_by_threshold(T value, T threshold, int significand_bits) {
+    const auto power_of_two = as_word(larger(as_float(as_word(value) & 0x7f800000u), T{} + 6.103515625e-5f));  // 2^-14
+    const uint32_t exponents = static_cast<uint32_t>(significand_bits) << 23;
+    const T tick = as_float(power_of_two - exponents), per_tick = as_float(0x7f000000u + exponents - power_of_two);
+    const T covered = absolute(value) * per_tick, whole = truncated(covered);
+    return with_sign_of((whole + select(covered - whole > threshold, T{} + 1.0f, T{})) * tick, value);
+}
+
+// The same for BF16, whose exponents are FP32's: the fraction is the lower half of the word.
+template <class T>
+SB3_FP16_FUNCTION T round_by_threshold_bf16(T value, T threshold) {
+    const auto word = as_word(value);
+    const T fraction = number_of(word & 0xffffu) * 1.52587890625e-5f;  // 2^-16
+    return as_float((word & 0xffff0000u) + select(fraction > threshold, (word & 0u) + 0x10000u, word & 0u));
 }
 
 }  // namespace

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch as th
@@ -63,10 +63,16 @@ class _StorageObservations(BasePolicy):
         """:raises ValueError: for NaN and infinity, outside minibatches: these were checked when they were stored"""
         if not self.training:
             check_finite(given, name)
-            self._warn_if_saturated(observations, name)
+            self.warn_if_saturated(observations, name)
         return self.precision.format.store(observations)
 
-    def _warn_if_saturated(self, observations: Tensor, name: str) -> None:
+    def warn_if_saturated(self, observations: Tensor, name: str) -> None:
+        """
+        Warn, once, of observations beyond the format's range.
+
+        :param observations: before they are rounded
+        :param name: for the message
+        """
         limit = self.precision.format.max
         if name not in self._saturation_warned and observations.abs().max() > limit:
             self._saturation_warned.add(name)
@@ -96,6 +102,40 @@ class Evaluation(NamedTuple):
     values: Tensor
 
 
+class Actor(Protocol):
+    """What acts in a policy's place, faster than its modules; each method may leave it to them by returning None."""
+
+    def check(self) -> None:
+        """Look at the policy anew, after which any part of it may be another."""
+        ...
+
+    def act(self, obs: Tensor, deterministic: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+        """
+        See ``HalfPrecisionPolicy.forward``.
+
+        :param obs: observations, shape (envs, \\*obs)
+        :param deterministic: take the mode of the distribution
+        """
+        ...
+
+    def predict(self, obs: Tensor, deterministic: bool) -> Tensor | None:
+        """
+        Actions alone.
+
+        :param obs: observations, shape (envs, \\*obs)
+        :param deterministic: take the mode of the distribution
+        """
+        ...
+
+    def predict_values(self, obs: Tensor) -> Tensor | None:
+        """
+        See ``HalfPrecisionPolicy.predict_values``.
+
+        :param obs: observations, shape (envs, \\*obs)
+        """
+        ...
+
+
 class HalfPrecisionPolicy(ActorCriticPolicy):
     """
     Turns an actor-critic policy of SB3 into one with 16-bit parameters; to be mixed in before the policy's class.
@@ -103,9 +143,12 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
     :param precision: number format and protections, a preset's name or a ``Precision``
     """
 
+    actor: Actor | None
+
     def __init__(self, *args: Any, precision: str | Precision | Mapping[str, Any] = "fp16", **kwargs: Any) -> None:
         self.precision = Precision.of(precision)
         self._saturation_warned: set[str] = set()
+        self.__dict__["actor"] = None  # given by whoever trains the policy
         super().__init__(*args, **kwargs)
 
     def _build(self, lr_schedule: Schedule) -> None:
@@ -197,7 +240,14 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
     @property
     def overridden(self) -> list[str]:
         """Methods through which a user's class may define another policy than SB3's networks and distributions."""
-        names = ("forward", "evaluate_actions", "_get_action_dist_from_latent")
+        return self.overridden_by_user(("forward", "evaluate_actions", "_get_action_dist_from_latent"))
+
+    def overridden_by_user(self, names: Iterable[str]) -> list[str]:
+        """
+        Those methods that a user's class defines.
+
+        :param names: of methods of SB3's ``ActorCriticPolicy``
+        """
         return [name for name in names if _defined_by_user(type(self), name)]
 
     @property
@@ -229,6 +279,10 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         :return: actions, values (FP32, finite) and log-probabilities (FP32), which carry the behaviour policy's
             parameters to the rollout buffer
         """
+        actor = self._actor_in_charge()
+        acted = None if actor is None else actor.act(obs, deterministic)
+        if acted is not None:
+            return acted
         actions, values, log_prob = super().forward(obs, deterministic)
         if self.absolute_because is None:
             distribution = cast(ResidualDistribution, self.action_dist)
@@ -255,7 +309,28 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         :param obs: observations
         :return: FP32, finite, shape (batch, 1)
         """
-        return self.precision.format.saturate(super().predict_values(obs).float())
+        actor = self._actor_in_charge()
+        values = None if actor is None else actor.predict_values(cast(Tensor, obs))
+        return self.precision.format.saturate(super().predict_values(obs).float()) if values is None else values
+
+    def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> Tensor:
+        actor = self._actor_in_charge()
+        actions = None if actor is None else actor.predict(cast(Tensor, observation), deterministic)
+        return super()._predict(observation, deterministic) if actions is None else actions
+
+    def _actor_in_charge(self) -> Actor | None:
+        """None in training mode, and where the caller wants gradients."""
+        return None if self.actor is None or self.training or th.is_grad_enabled() else self.actor
+
+    def set_training_mode(self, mode: bool) -> None:
+        """
+        Switch between training and acting; ``predict`` and each rollout start with it.
+
+        :param mode: true for training
+        """
+        super().set_training_mode(mode)
+        if not mode and self.actor is not None:
+            self.actor.check()
 
     def evaluate(self, obs: PyTorchObs) -> Evaluation:
         """

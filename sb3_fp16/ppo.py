@@ -77,8 +77,9 @@ class PPOFP16(PPO):
             for group in self.policy.optimizer.param_groups:
                 group["state_scale"] = state_scale_for(self.max_grad_norm) if self.precision.has_short_exponent else 1.0
         self._engine: Engine | None = None
+        engine = self.engine
         if self.verbose >= 1:
-            print(f"Using precision {self.precision.name} and the {self.engine.name} engine ({self.engine.reason})")
+            print(f"Using precision {self.precision.name} and the {engine.name} engine ({engine.reason})")
             if not self.precision.log_ratio.startswith("absolute") and self.policy.absolute_because is not None:
                 print(f"The log-ratio is absolute, in FP32: {self.policy.absolute_because}")
 
@@ -100,7 +101,7 @@ class PPOFP16(PPO):
         """What runs the updates of the current policy."""
         policy, engine = self._original_policy, self._engine
         if engine is None or engine.policy is not policy or engine.optimizer is not policy.optimizer:
-            engine = self._engine = select_engine(policy, self.batch_size)
+            self.use_engine(engine := select_engine(policy, self.batch_size))
         return engine
 
     def use_engine(self, engine: Engine) -> None:
@@ -110,6 +111,7 @@ class PPOFP16(PPO):
         :param engine: made for this model's policy
         """
         self._engine = engine
+        engine.policy.actor = engine.actor
 
     def train(self) -> None:
         """

@@ -9,7 +9,7 @@ import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 from torch import Tensor
 
-from sb3_fp16.policies import HalfPrecisionPolicy
+from sb3_fp16.policies import Actor, HalfPrecisionPolicy
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ class Engine(Protocol):
     """Whether gradients stay in the parameters after an update; else they are part of the workspace."""
     policy: HalfPrecisionPolicy
     optimizer: th.optim.Optimizer
+    actor: Actor | None
+    """What acts for the policy, if not its modules."""
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
         """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sb3_fp16.buffers import Minibatch
 from sb3_fp16.engines.contract import UpdateSettings, UpdateStats
-from sb3_fp16.policies import HalfPrecisionPolicy
+from sb3_fp16.policies import Actor, HalfPrecisionPolicy
 from sb3_fp16.residuals import approx_kl, clip_fraction, policy_loss, policy_loss_on_ratios
 from sb3_fp16.rounding import Format, random_key, random_thresholds, round_by_threshold
 from sb3_fp16.scalars import (
@@ -63,6 +63,7 @@ class EagerEngine:
 
     name = "eager"
     keeps_gradients = True
+    actor: Actor | None = None
 
     def __init__(self, policy: HalfPrecisionPolicy, batch_size: int, reason: str = "the reference") -> None:
         self.reason = reason

@@ -1,4 +1,4 @@
-"""The CPU engine: one C++ call per update, with the results of the reference engine."""
+"""The CPU engine: one C++ call per update and one per action, with the results of the reference engine."""
 
 from collections.abc import Iterator
 from typing import Any, TypeGuard, cast
@@ -7,16 +7,22 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.distributions import DiagGaussianDistribution
+from stable_baselines3.common.distributions import (
+    BernoulliDistribution,
+    CategoricalDistribution,
+    DiagGaussianDistribution,
+    Distribution,
+    MultiCategoricalDistribution,
+)
 from stable_baselines3.common.torch_layers import FlattenExtractor, MlpExtractor
-from torch import nn
+from torch import Tensor, nn
 
 from sb3_fp16.buffers import Array, RolloutBufferFP16
-from sb3_fp16.distributions import DiagGaussianFP16
+from sb3_fp16.distributions import BernoulliFP16, CategoricalFP16, DiagGaussianFP16, MultiCategoricalFP16
 from sb3_fp16.engines.contract import UpdateSettings, UpdateStats
 from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.policies import HalfPrecisionPolicy
-from sb3_fp16.residuals import log_ratio_bounds
+from sb3_fp16.residuals import Behaviour, GaussianBehaviour, LogitsBehaviour, attach_behaviour, log_ratio_bounds
 from sb3_fp16.sharp import SHARP, shared_as
 
 try:
@@ -26,7 +32,31 @@ try:
 except ImportError:  # no compiler where the package was installed
     BUILT = False
 
-MAX_ACTION_DIMS = 4096  # what the C++ side has room for on its stack
+_HEADS: dict[type[Distribution], str] = {
+    DiagGaussianDistribution: "gaussian",
+    DiagGaussianFP16: "gaussian",
+    CategoricalDistribution: "categorical",
+    CategoricalFP16: "categorical",
+    MultiCategoricalDistribution: "categorical",
+    MultiCategoricalFP16: "categorical",
+    BernoulliDistribution: "bernoulli",
+    BernoulliFP16: "bernoulli",
+}
+_ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.Tanh: "tanh",
+    nn.ReLU: "relu",
+    nn.LeakyReLU: "leaky_relu",
+    nn.ELU: "elu",
+    nn.SiLU: "silu",
+    nn.GELU: "gelu",
+}
+_OVERRIDES = ("extract_features", "get_distribution", "predict_values", "_predict")
+_NOT_FINITE, _SATURATED = 1, 2  # flags of an action
+
+
+def best_isa() -> str:
+    """The best instruction set of this processor that the native module knows."""
+    return next(name for name in ("avx512", "avx2", "portable") if _cpu.supports(name))
 
 
 def why_not_native(policy: HalfPrecisionPolicy) -> str | None:
@@ -35,60 +65,220 @@ def why_not_native(policy: HalfPrecisionPolicy) -> str | None:
 
     :param policy: with its optimizer
     """
-    return next(_obstacles(policy), None)
+    return next(_obstacles_to_acting(policy), None) or next(_obstacles_to_training(policy), None)
 
 
-def _obstacles(policy: HalfPrecisionPolicy) -> Iterator[str]:
+def _obstacles_to_acting(policy: HalfPrecisionPolicy) -> Iterator[str]:
     """Reasons in an order in which each check may rely on those before it."""
-    observations = policy.observation_space
+    observations, overridden = policy.observation_space, policy.overridden_by_user(_OVERRIDES) or policy.overridden
     if not BUILT:
         yield "sb3_fp16._cpu was not built"
     if policy.device.type != "cpu":
         yield f"the policy is on {policy.device}"
-    if not _serves(policy):
-        yield f"precision {policy.precision.name} is not native"
-    if policy.overridden:
-        yield f"{type(policy).__name__} overrides {', '.join(policy.overridden)}"
-    if type(policy.action_dist) not in (DiagGaussianFP16, DiagGaussianDistribution):
-        yield "the action distribution is no plain Gaussian"
+    if not policy.precision.global_scalars:
+        yield f"precision {policy.precision.name} leaves out module A"
+    if overridden:
+        yield f"{type(policy).__name__} overrides {', '.join(overridden)}"
+    if type(policy.action_dist) not in _HEADS:
+        yield f"the action distribution is {type(policy.action_dist).__name__}"
     if not isinstance(observations, spaces.Box) or np.dtype(observations.dtype).kind != "f":
         yield "observations are no Box of floats"
     if type(policy.features_extractor) is not FlattenExtractor or type(policy.mlp_extractor) is not MlpExtractor:
         yield "the policy has an extractor of its own"
-    heads = (policy.action_net, policy.value_net)
-    if not all(isinstance(head, nn.Linear) and head.bias is not None for head in heads):
-        yield "a head is no linear layer"
-    layers = [*policy.mlp_extractor.policy_net, *policy.mlp_extractor.value_net]
-    if not all(isinstance(layer, nn.Linear) or type(layer) is nn.Tanh for layer in layers):
-        yield "an activation is not tanh"
-    if not _is_plain(policy.optimizer, policy):
-        yield f"{type(policy.optimizer).__name__} is not native, or not over all parameters"
-    if policy.log_std.numel() > MAX_ACTION_DIMS:
-        yield f"there are more than {MAX_ACTION_DIMS} action dimensions"
+    for net in (policy.mlp_extractor.policy_net, policy.mlp_extractor.value_net):
+        modules = list(cast(nn.Sequential, net))
+        if not all(map(_is_linear, modules[::2])) or len(modules) % 2 != 0:
+            yield "a hidden layer is no linear layer with a bias"
+        unknown = [type(module).__name__ for module in modules[1::2] if _activation(module) is None]
+        if unknown:
+            yield f"the activation {unknown[0]} is not native"
+    if not _is_linear(policy.action_net) or not _is_linear(policy.value_net):
+        yield "a head is no linear layer with a bias"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in policy.modules()):
+        yield "a module has a hook"
+    dtype = policy.precision.dtype
+    if not all(p.is_contiguous() and p.dtype == dtype for p in policy.parameters()):
+        yield "a parameter is not contiguous, or of another format"
 
 
-def _serves(policy: HalfPrecisionPolicy) -> bool:
-    """FP16 with SHARP, or FP32 with Adam, all else as in the presets ``fp16`` and ``fp32``."""
-    precision = policy.precision
-    kinds = {"fp16": (("residual", "absolute"), "sharp"), "fp32": (("absolute",), "adam")}
-    log_ratios, optimizer = kinds.get(precision.storage, ((), ""))
-    as_presets = precision.compute == "storage" and precision.global_scalars and precision.optimizer == optimizer
-    return as_presets and precision.log_ratio in log_ratios
+def _obstacles_to_training(policy: HalfPrecisionPolicy) -> Iterator[str]:
+    precision, optimizer = policy.precision, policy.optimizer
+    if precision.optimizer != ("adam" if precision.storage == "fp32" else "sharp"):
+        yield f"{precision.optimizer} on {precision.storage} storage is not native"
+    if not _is_plain(optimizer, policy):
+        yield f"{type(optimizer).__name__} is not native, or not over all parameters"
+    if any(module._backward_hooks or module._backward_pre_hooks for module in policy.modules()) or any(
+        p._backward_hooks for p in policy.parameters()
+    ):
+        yield "gradients have a hook"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Linear)
+        and module.bias is not None
+        and getattr(module, "original", nn.Linear) is nn.Linear
+    )
+
+
+def _activation(module: nn.Module) -> tuple[str, float] | None:
+    """Name and slope of a native activation."""
+    kind = getattr(module, "original", type(module))
+    if kind not in _ACTIVATIONS or getattr(module, "inplace", False):
+        return None
+    name = _ACTIVATIONS[kind]
+    if name == "gelu" and cast(nn.GELU, module).approximate == "tanh":
+        name = "gelu_tanh"
+    return name, float(getattr(module, "negative_slope", getattr(module, "alpha", 0.0)))
 
 
 def _is_plain(optimizer: th.optim.Optimizer, policy: HalfPrecisionPolicy) -> bool:
-    """One group of all parameters, contiguous and trained, with settings that the C++ side knows."""
+    """One group of all parameters, trained, with settings that the C++ side knows."""
     groups, parameters = optimizer.param_groups, list(policy.parameters())
     in_order = [p for group in groups for p in group["params"]]
     if len(groups) != 1 or [id(p) for p in in_order] != [id(p) for p in parameters]:
         return False
-    dtype = policy.precision.dtype
-    if not all(p.requires_grad and p.is_contiguous() and p.dtype == dtype for p in parameters):
+    if not all(p.requires_grad for p in parameters):
         return False
-    if policy.precision.storage == "fp16":
-        return isinstance(optimizer, SHARP) and groups[0]["state_dtype"] in (None, th.float16)
+    if policy.precision.storage != "fp32":
+        return isinstance(optimizer, SHARP) and groups[0]["state_dtype"] in (None, policy.precision.dtype)
     unknown = ("amsgrad", "maximize", "decoupled_weight_decay")
     return type(optimizer) is th.optim.Adam and not any(groups[0].get(name, False) for name in unknown)
+
+
+def _plan_of(policy: HalfPrecisionPolicy) -> dict[str, Any]:
+    """Addresses and shapes of parameters and layers, formats and the action distribution."""
+    precision, parameters = policy.precision, list(policy.parameters())
+    position = {id(p): i for i, p in enumerate(parameters)}
+
+    def layers(net: nn.Module, head: nn.Module) -> list[tuple[int, int, int, int, str, float]]:
+        modules = [*cast(nn.Sequential, net), head]
+        activations = [cast("tuple[str, float]", _activation(module)) for module in modules[1::2]]
+        return [
+            (position[id(m.weight)], position[id(m.bias)], m.in_features, m.out_features, *activation)
+            for m, activation in zip(modules[::2], [*activations, ("none", 0.0)], strict=True)
+        ]
+
+    head, distribution = _HEADS[type(policy.action_dist)], policy.action_dist
+    dims = getattr(distribution, "action_dims", getattr(distribution, "action_dim", 0))
+    return {
+        "storage": precision.storage,
+        "compute": precision.storage if precision.compute == "storage" else precision.compute.removesuffix("-sr"),
+        "stochastic_copy": precision.compute.endswith("-sr"),
+        "parameters": [
+            {"data": p.data_ptr(), "rows": p.shape[0], "columns": p.numel() // p.shape[0]} for p in parameters
+        ],
+        "policy": layers(policy.mlp_extractor.policy_net, policy.action_net),
+        "value": layers(policy.mlp_extractor.value_net, policy.value_net),
+        "head": head,
+        "choices": np.atleast_1d(dims).tolist() if head == "categorical" else [],
+        "log_std": position[id(policy.log_std)] if head == "gaussian" else -1,
+        "two_sum": precision.log_ratio == "residual-twosum" and head == "gaussian",
+        "round_actions": precision.round_actions,
+        "networks": len(policy.networks),
+        "hands_on": policy.absolute_because is None,
+        "corrects": policy.absolute_because is None and head == "gaussian" and not precision.round_actions,
+    }
+
+
+class NativeActor:
+    """
+    Acts for a policy in C++: a ``policies.Actor``. Copies and pickles as None, as it refers to memory.
+
+    :param policy: to act for
+    :param isa: instruction set
+    """
+
+    def __init__(self, policy: HalfPrecisionPolicy, isa: str) -> None:
+        self.policy, self.isa = policy, isa
+        self._native: _cpu.Actor | None = None
+        self._addresses: list[int] = []
+        self.check()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+    def check(self) -> None:
+        """See ``policies.Actor``."""
+        policy = self.policy
+        self._native = None
+        if next(_obstacles_to_acting(policy), None) is not None:
+            return
+        plan = _plan_of(policy)
+        self._native = _cpu.Actor(self.isa, plan)
+        self._parameters = list(policy.parameters())
+        self._addresses = [p.data_ptr() for p in self._parameters]
+        self._head, self._hands_on = plan["head"], plan["hands_on"]
+        self._noise, self._draws = th.empty(0), list[Tensor]()
+        self._choices = plan["choices"] or [plan["policy"][-1][3]]
+
+    def act(self, obs: Tensor, deterministic: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+        """See ``policies.Actor``."""
+        result = self._call(obs, None if deterministic else self._draw(len(obs)), True, True)
+        if result is None:
+            return None
+        actions, values, log_prob, behaviour, correction = result
+        log_prob = th.from_numpy(log_prob)
+        if self._hands_on:
+            mean = th.from_numpy(behaviour)
+            gaussian = self._head == "gaussian"
+            stored: Behaviour = GaussianBehaviour(mean, self._log_std()) if gaussian else LogitsBehaviour(mean)
+            attach_behaviour(log_prob, stored, None if correction is None else th.from_numpy(correction))
+        return self._actions(actions), th.from_numpy(values), log_prob
+
+    def predict(self, obs: Tensor, deterministic: bool) -> Tensor | None:
+        """See ``policies.Actor``."""
+        result = self._call(obs, None if deterministic else self._draw(len(obs)), True, False)
+        return None if result is None else self._actions(result[0])
+
+    def predict_values(self, obs: Tensor) -> Tensor | None:
+        """See ``policies.Actor``."""
+        result = self._call(obs, None, False, True)
+        return None if result is None else th.from_numpy(result[1])
+
+    def _call(self, obs: Tensor, noise: Array | None, actions: bool, values: bool) -> tuple[Any, ...] | None:
+        native = self._native
+        if native is None or obs.dtype not in (th.float32, th.float64):
+            return None
+        if [p.data_ptr() for p in self._parameters] != self._addresses:
+            self.check()
+            return self._call(obs, noise, actions, values)
+        flags, *result = native.act(obs.contiguous().numpy(), noise, actions, values)
+        if flags & _NOT_FINITE:
+            return None  # torch's way says what is wrong
+        if flags & _SATURATED:
+            self.policy.warn_if_saturated(obs, "observation")
+        return tuple(result)
+
+    def _draw(self, envs: int) -> Array:
+        """
+        Random numbers for one step, drawn as torch's own distributions draw them: standard normal, or exponential for
+        each categorical choice (``multinomial`` takes the largest p/e), or uniform.
+        """
+        if len(self._noise) != envs * sum(self._choices):
+            self._noise = th.empty(envs * sum(self._choices))
+            self._draws = list(self._noise.split([envs * n for n in self._choices]))
+        for draws in self._draws:
+            if self._head == "gaussian":
+                draws.normal_()
+            elif self._head == "categorical":
+                draws.exponential_()
+            else:
+                draws.uniform_()
+        return self._noise.numpy()
+
+    def _log_std(self) -> Tensor:
+        return self.policy.log_std.detach().float()
+
+    def _actions(self, actions: Array) -> Tensor:
+        tensor = th.from_numpy(actions)
+        if self._head == "categorical":
+            tensor = tensor.long()
+        return tensor.view(-1, *cast("tuple[int, ...]", self.policy.action_space.shape))
+
+
+def _nothing() -> None:
+    """What copies and pickles hold in an actor's place."""
 
 
 class NativeEngine(EagerEngine):
@@ -106,8 +296,9 @@ class NativeEngine(EagerEngine):
     def __init__(self, policy: HalfPrecisionPolicy, batch_size: int, isa: str | None = None) -> None:
         super().__init__(policy, batch_size)
         self.batch_size = batch_size
-        self.isa = isa or next(name for name in ("avx512", "avx2", "portable") if _cpu.supports(name))
-        self.reason = f"one C++ call per update, {self.isa}"
+        self.isa = isa or best_isa()
+        self.reason = f"one C++ call per update and per action, {self.isa}"
+        self.actor = NativeActor(policy, self.isa)
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
         """See ``Engine.update``."""
@@ -120,9 +311,11 @@ class NativeEngine(EagerEngine):
         scales = scale.scales.numpy().copy()
         counters = np.array([scale.good_steps, scale.skipped_steps, scale.skips_at_floor], dtype=np.int64)
         skipped_before = int(counters[1])
+        addresses, kept = _addresses(rollout)
         stats = _cpu.update(
-            self.isa, self._plan(), _addresses(rollout), self._settings(rollout, settings), order, scales, counters
+            self.isa, self._plan(), addresses, self._settings(rollout, settings), order, scales, counters
         )
+        del kept
         scale.scales = th.from_numpy(scales)
         scale.good_steps, scale.skipped_steps, scale.skips_at_floor = (th.tensor(int(count)) for count in counters)
         if stats["stopped_at_kl"] is not None:  # take back the orders of the epochs that were not begun
@@ -184,24 +377,12 @@ class NativeEngine(EagerEngine):
         }
 
     def _plan(self) -> dict[str, Any]:
-        """Addresses and shapes of parameters, optimizer state and layers."""
-        policy, parameters = self.policy, list(self.policy.parameters())
-        position = {id(p): i for i, p in enumerate(parameters)}
+        """``_plan_of`` with the optimizer's state."""
+        plan, parameters = _plan_of(self.policy), list(self.policy.parameters())
         starts = np.cumsum([0, *(p.numel() for p in parameters)])
-        entries = [self._entry(i, p, int(starts[i])) for i, p in enumerate(parameters)]
-
-        def layers(net: nn.Module, head: nn.Module) -> list[tuple[int, int, int, int]]:
-            linear = [m for m in [*net.children(), head] if isinstance(m, nn.Linear)]
-            return [(position[id(m.weight)], position[id(m.bias)], m.in_features, m.out_features) for m in linear]
-
-        mlp = policy.mlp_extractor
-        return {
-            "half": policy.precision.storage == "fp16",
-            "parameters": entries,
-            "log_std": position[id(policy.log_std)],
-            "policy": layers(mlp.policy_net, policy.action_net),
-            "value": layers(mlp.value_net, policy.value_net),
-        }
+        for i, (entry, parameter) in enumerate(zip(plan["parameters"], parameters, strict=True)):
+            entry.update(self._entry(i, parameter, int(starts[i])))
+        return plan | {"networks": len(self.networks)}
 
     def _entry(self, i: int, parameter: nn.Parameter, first_element: int) -> dict[str, Any]:
         (group,) = self.optimizer.param_groups
@@ -217,13 +398,10 @@ class NativeEngine(EagerEngine):
                 state.update(step=th.zeros(()), exp_avg=th.zeros_like(parameter), exp_avg_sq=th.zeros_like(parameter))
             first, second = state["exp_avg"], state["exp_avg_sq"]
         return {
-            "data": parameter.data_ptr(),
             "first_moment": first.data_ptr(),
             "second_moment": second.data_ptr(),
             "carry": state["carry"].data_ptr() if "carry" in state else 0,
             "step": state["step"].data_ptr(),
-            "rows": parameter.shape[0],
-            "columns": parameter.numel() // parameter.shape[0],
             "first_element": first_element,
             "network": int(self._network_of_parameter[i]),
             "sharing": shared_as(parameter.shape, sharing),
@@ -235,24 +413,26 @@ def _is_ours(rollout: RolloutBuffer, policy: HalfPrecisionPolicy) -> TypeGuard[R
     """A rollout whose memory the C++ side can read; one with log_std per step runs on the reference."""
     if not isinstance(rollout, RolloutBufferFP16) or rollout.precision != policy.precision:
         return False
-    return rollout.behaviour is None or rollout.behaviour[1].ndim == 1
+    return rollout.behaviour is None or len(rollout.behaviour) == 1 or rollout.behaviour[1].ndim == 1
 
 
-def _addresses(rollout: RolloutBufferFP16) -> dict[str, int]:
+def _addresses(rollout: RolloutBufferFP16) -> tuple[dict[str, int], Array]:
+    """Where the rollout lies, and an array that must live as long: discrete actions in FP32."""
+
     def address(array: Array | None) -> int:
         return 0 if array is None else array.ctypes.data
 
-    mean, log_std = rollout.behaviour or (None, None)
+    behaviour, log_std = (*(rollout.behaviour or ()), None, None)[:2]
+    is_discrete = rollout.actions.dtype != rollout.precision.numpy_dtype
+    actions = rollout.actions.astype(np.float32) if is_discrete else rollout.actions
     return {
         "observations": address(rollout.observations),
-        "actions": address(rollout.actions),
+        "actions": address(actions),
         "values": address(rollout.values),
         "advantages": address(rollout.advantages),
         "returns": address(rollout.returns),
-        "mean": address(mean),
+        "behaviour": address(behaviour),
         "log_std": address(log_std),
         "correction": address(rollout.corrections),
         "old_log_prob": address(rollout.log_probs),
-        "observation_size": int(np.prod(rollout.obs_shape)),
-        "action_size": rollout.action_dim,
-    }
+    }, actions

@@ -1,0 +1,273 @@
+// Module C, SHARP, for one parameter (sb3_fp16/sharp.py, _Bucket.step), and Adam of the FP32 presets.
+//
+// Gradients come in padded rows. What a step writes to storage it also writes to the tile that forward passes read.
+
+// A parameter's workspace: its gradient, and its tile.
+struct Target {
+    float* gradient;
+    int64_t gradient_stride;
+    float* tile;
+    int64_t tile_stride;
+};
+
+// A parameter as rows; vectors are a single row.
+struct Shape {
+    int64_t rows, columns;
+    explicit Shape(const Parameter& p) : rows(p.columns == 1 ? 1 : p.rows), columns(p.columns == 1 ? p.rows : p.columns) {}
+};
+
+// s·sqrt(mean (x/s)²), s a power of two near max|x|. Sums run in PAD lanes for every instruction set.
+static float root_mean_square(const float* x, int64_t count) {
+    Lane largest{}, sum[PAD / WIDTH] = {};
+    const int64_t whole = padded(count);
+    for (int64_t i = 0; i < whole; i += WIDTH) largest = larger(absolute(load_lane(x + i)), largest);
+    const Lane power = power_of_two(lane_of(largest_of(largest))), inverse = inverse_of_power(power);
+    for (int64_t i = 0; i < whole; i += PAD)
+        for (int l = 0; l < PAD / WIDTH; ++l) {
+            const Lane scaled = load_lane(x + i + l * WIDTH) * inverse;
+            sum[l] = sum[l] + scaled * scaled;
+        }
+    float total = 0.0f;
+    for (const Lane part : sum)
+        for (int l = 0; l < WIDTH; ++l) total += part[l];
+    return power[0] * std::sqrt(total / static_cast<float>(count));
+}
+
+template <class S>
+class Sharp {
+public:
+    Sharp(const S& format_, const Settings& settings_, int64_t rows, int64_t columns)
+        : format(format_), settings(settings_), root(zeros(rows + columns + 2 * PAD)), mean_square(root), column_scale(root),
+          share(zeros(rows + PAD)) {}
+
+    void step(const Parameter& p, const Target& target, float coefficient, Stats& stats) {
+        const Shape shape(p);
+        const Step now = begin(p);
+        const bool shared = p.sharing != Sharing::elementwise;
+        unscale(p, shape, target, coefficient);
+        Counts counts{};
+        if (shared) update_shared_roots(p, shape, target, now, counts);
+        for (int64_t r = 0; r < shape.rows; ++r) {
+            const int64_t start = r * shape.columns;
+            for (int64_t c = 0; c < shape.columns; c += WIDTH) {
+                const int64_t i = start + c, count = shape.columns - c;
+                const Lane gradient = load_lane(target.gradient + r * target.gradient_stride + c);
+                Lane preconditioner;
+                if (!shared)
+                    preconditioner = own_root(p, i, count, absolute(gradient), now, counts) * now.unbias_root;
+                else if (p.sharing == Sharing::row)
+                    preconditioner = lane_of(share[static_cast<size_t>(r)]);
+                else
+                    preconditioner = share[static_cast<size_t>(r)] * load_lane(&column_scale[static_cast<size_t>(c)]);
+                const Lane next = element(p, i, count, gradient, preconditioner, now, counts);
+                store_lane(target.tile + r * target.tile_stride + c, next);
+            }
+        }
+        counts.add_to(stats);
+    }
+
+private:
+    // What all elements of one step share.
+    struct Step {
+        uint32_t parameter_key, root_key;
+        float unbias_first, unbias_root, lr, eps, beta1, blend, beta2, rest, scale, shrink;
+    };
+
+    struct Counts {
+        Mask nonzero, stuck, saturated;  // minus the count
+        int64_t roots_saturated;
+        void add_to(Stats& stats) const {
+            stats.nonzero += number_of_all(nonzero), stats.stuck += number_of_all(stuck);
+            stats.saturated += number_of_all(saturated) + roots_saturated;
+        }
+        static int64_t number_of_all(Mask counts) {
+            int64_t sum = 0;
+            for (int l = 0; l < WIDTH; ++l) sum -= counts[l];
+            return sum;
+        }
+    };
+
+    const S& format;
+    const Settings& settings;
+    Floats root, mean_square, column_scale, share;
+
+    uint32_t key(Rounding mode, int64_t t, uint32_t salt) const {
+        const uint32_t step = static_cast<uint32_t>(t);
+        return mode == Rounding::dithered ? dither_key(step, salt) : random_key(step, salt, settings.seed);
+    }
+
+    Step begin(const Parameter& p) const {
+        const int64_t t = ++*p.step;
+        const double steps = static_cast<double>(t);
+        Step now{};
+        now.parameter_key = key(p.writeback, t, PARAMETER_SALT), now.root_key = key(settings.root_rounding, t, ROOT_SALT);
+        now.unbias_first = static_cast<float>(1 / (1 - std::pow(settings.beta1, steps)));
+        now.unbias_root = static_cast<float>(1 / std::sqrt(1 - std::pow(settings.beta2, steps)));
+        now.lr = static_cast<float>(settings.lr), now.eps = static_cast<float>(settings.state_scale * settings.eps);
+        now.beta1 = static_cast<float>(settings.beta1), now.beta2 = static_cast<float>(settings.beta2);
+        now.blend = static_cast<float>((1 - settings.beta1) * settings.state_scale);
+        now.rest = static_cast<float>(1 - settings.beta2), now.scale = static_cast<float>(settings.state_scale);
+        now.shrink = settings.decoupled_weight_decay ? static_cast<float>(settings.lr * settings.weight_decay) : 0.0f;
+        return now;
+    }
+
+    // κ·g, plus Adam's L2 penalty.
+    void unscale(const Parameter& p, const Shape& shape, const Target& target, float coefficient) const {
+        const float decay = settings.decoupled_weight_decay ? 0.0f : static_cast<float>(settings.weight_decay);
+        for (int64_t r = 0; r < shape.rows; ++r) {
+            float* row = target.gradient + r * target.gradient_stride;
+            for (int64_t c = 0; c < shape.columns; c += WIDTH) {
+                Lane gradient = load_lane(row + c) * coefficient;
+                if (decay != 0.0f) gradient = gradient + decay * format.load(p.data, r * shape.columns + c, shape.columns - c);
+                store_lane(row + c, gradient);
+            }
+        }
+    }
+
+    Lane threshold(Rounding mode, uint32_t index, uint32_t key) const {
+        const Words indices = positions() + index;
+        return mode == Rounding::dithered ? dither_threshold(indices, key) : random_threshold(indices, key);
+    }
+
+    Lane saturate(Lane x) const { return clamped(x, -format.largest, format.largest); }
+
+    Lane rounded(Rounding mode, Lane x, uint32_t index, uint32_t key) const {
+        const Lane inside = saturate(x);
+        if (mode == Rounding::stochastic || mode == Rounding::dithered) return saturate(format.round(inside, threshold(mode, index, key)));
+        return format.round(inside);
+    }
+
+    // w ← sqrt(β₂w² + (1 − β₂)rms²), scaled by the larger of the two as the norm is.
+    static Lane next_root(Lane w, Lane rms, const Step& now) {
+        const Lane power = power_of_two(larger(w, rms)), inverse = inverse_of_power(power);
+        const Lane a = w * inverse, b = rms * inverse;
+        return power * square_root(now.beta2 * (a * a) + now.rest * (b * b));
+    }
+
+    Lane load_root(const Parameter& p, int64_t i, int64_t count) const {
+        return settings.root_rounding == Rounding::fp32 ? Single(0).load(p.root_second_moment, i, count)
+                                                        : format.load(p.root_second_moment, i, count);
+    }
+
+    void store_root(const Parameter& p, int64_t i, int64_t count, Lane w, const Step& now, Counts& counts) const {
+        if (settings.root_rounding == Rounding::fp32) return Single(0).store(p.root_second_moment, i, count, w);
+        counts.roots_saturated += number_set((w > format.largest) & first_lanes(count));
+        const uint32_t index = p.first_element + static_cast<uint32_t>(i);
+        format.store(p.root_second_moment, i, count, rounded(settings.root_rounding, w, index, now.root_key));
+    }
+
+    // The updated root of elements that share theirs with none.
+    Lane own_root(const Parameter& p, int64_t i, int64_t count, Lane magnitude, const Step& now, Counts& counts) const {
+        const Lane w = next_root(load_root(p, i, count), now.scale * magnitude, now);
+        store_root(p, i, count, w, now, counts);
+        return w;
+    }
+
+    // Roots of rows and columns, and from them ŵ: its row's, or r̂_i·ĉ_j/L, rows clipped to [L/4, 4L] (paper Sec. 3.3).
+    void update_shared_roots(const Parameter& p, const Shape& shape, const Target& target, const Step& now, Counts& counts) {
+        const bool rank1 = p.sharing == Sharing::rank1;
+        const int64_t roots = shape.rows + (rank1 ? shape.columns : 0);
+        for (int64_t r = 0; r < shape.rows; ++r)
+            mean_square[static_cast<size_t>(r)] = root_mean_square(target.gradient + r * target.gradient_stride, shape.columns);
+        if (rank1) columns_root_mean_squares(shape, target, &mean_square[static_cast<size_t>(shape.rows)]);
+        for (int64_t i = 0; i < roots; i += WIDTH) {
+            const Lane rms = now.scale * load_lane(&mean_square[static_cast<size_t>(i)]);
+            const Lane w = next_root(load_root(p, i, roots - i), rms, now);
+            store_root(p, i, roots - i, w, now, counts);
+            store_lane(&root[static_cast<size_t>(i)], w * now.unbias_root);
+        }
+        clip_rows(shape, rank1);
+        if (!rank1) return;
+        for (int64_t c = 0; c < shape.columns; c += WIDTH)
+            store_lane(&column_scale[static_cast<size_t>(c)], load_lane(&root[static_cast<size_t>(shape.rows + c)]));
+    }
+
+    void clip_rows(const Shape& shape, bool rank1) {
+        for (int64_t r = 0; r < padded(shape.rows); ++r)
+            share[static_cast<size_t>(r)] = r < shape.rows ? root[static_cast<size_t>(r)] : 0.0f;
+        const float layer = root_mean_square(share.data(), shape.rows);
+        for (int64_t r = 0; r < shape.rows; ++r) {
+            float& row = share[static_cast<size_t>(r)];
+            row = smaller(larger(row, layer / ROW_CLIP), layer * ROW_CLIP);
+            if (rank1) row = row / larger(layer, SMALLEST);
+        }
+    }
+
+    // All columns at once, row after row.
+    void columns_root_mean_squares(const Shape& shape, const Target& target, float* result) {
+        for (int64_t c = 0; c < shape.columns; c += WIDTH) {
+            Lane largest{}, sum{};
+            const float* column = target.gradient + c;
+            for (int64_t r = 0; r < shape.rows; ++r)
+                largest = larger(absolute(load_lane(column + r * target.gradient_stride)), largest);
+            const Lane power = power_of_two(largest), inverse = inverse_of_power(power);
+            for (int64_t r = 0; r < shape.rows; ++r) {
+                const Lane scaled = load_lane(column + r * target.gradient_stride) * inverse;
+                sum = sum + scaled * scaled;
+            }
+            store_lane(result + c, power * square_root(sum / static_cast<float>(shape.rows)));
+        }
+    }
+
+    // m, θ ← θ − lr·m̂/(ŵ + eps), and the carry; returns the new θ.
+    Lane element(const Parameter& p, int64_t i, int64_t count, Lane gradient, Lane preconditioner, const Step& now,
+                 Counts& counts) const {
+        const Lane theta = format.load(p.data, i, count);
+        const Lane m = now.beta1 * format.load(p.first_moment, i, count) + now.blend * gradient;
+        const Lane update = now.lr * (m * now.unbias_first) / (preconditioner + now.eps) + now.shrink * theta;
+        const Lane next = write_back(p, i, count, theta, update, now);
+        const Mask moves = update != 0.0f;
+        counts.nonzero += moves, counts.stuck += moves & (next == theta);
+        counts.saturated += absolute(theta - update) > format.largest;
+        counts.saturated += absolute(m) > format.largest;
+        format.store(p.first_moment, i, count, format.round(saturate(m)));
+        format.store(p.data, i, count, next);
+        return next;
+    }
+
+    // θ − u as storage holds it.
+    Lane write_back(const Parameter& p, int64_t i, int64_t count, Lane theta, Lane update, const Step& now) const {
+        if (p.writeback != Rounding::residual && p.writeback != Rounding::swallowed)
+            return rounded(p.writeback, theta - update, p.first_element + static_cast<uint32_t>(i), now.parameter_key);
+        const Single single(0);
+        const Lane due = single.load(p.carry, i, count) - update;
+        const Lane next = format.round(saturate(theta + due)), written = next - theta;
+        const Lane left = p.writeback == Rounding::residual ? due - written : select(written == 0.0f, due, Lane{});
+        single.store(p.carry, i, count, left);
+        return next;
+    }
+};
+
+class Adam {
+public:
+    explicit Adam(const Settings& settings_) : settings(settings_) {}
+
+    // `copy(θ, index)` gives the tile's numbers.
+    template <class Copy>
+    void step(const Parameter& p, const Target& target, float coefficient, Copy copy) const {
+        const Shape shape(p);
+        const double t = static_cast<double>(*p.adam_step += 1.0f);
+        const float step_size = static_cast<float>(settings.lr / (1 - std::pow(settings.beta1, t)));
+        const float unbias = static_cast<float>(1 / std::sqrt(1 - std::pow(settings.beta2, t)));
+        const float blend = static_cast<float>(1 - settings.beta1), keep = static_cast<float>(settings.beta2);
+        const float add = static_cast<float>(1 - settings.beta2), eps = static_cast<float>(settings.eps);
+        const float decay = static_cast<float>(settings.weight_decay);
+        const Single single(0);
+        for (int64_t r = 0; r < shape.rows; ++r)
+            for (int64_t c = 0; c < shape.columns; c += WIDTH) {
+                const int64_t i = r * shape.columns + c, count = shape.columns - c;
+                const Lane theta = single.load(p.data, i, count);
+                const Lane slope = load_lane(target.gradient + r * target.gradient_stride + c) * coefficient + decay * theta;
+                Lane m = single.load(p.first_moment, i, count), v = single.load(p.root_second_moment, i, count);
+                m = m + blend * (slope - m);
+                v = v * keep + add * slope * slope;
+                const Lane next = theta - step_size * m / (square_root(v) * unbias + eps);
+                single.store(p.first_moment, i, count, m), single.store(p.root_second_moment, i, count, v);
+                single.store(p.data, i, count, next);
+                store_lane(target.tile + r * target.tile_stride + c, copy(next, static_cast<uint32_t>(i)));
+            }
+    }
+
+private:
+    const Settings& settings;
+};
