@@ -63,6 +63,7 @@ struct Words16 {
 
 struct Half : Words16 {
     static constexpr bool rounds = true, keeps_unrounded = false;
+    static constexpr bool squares_fit = true;  // of its numbers, in FP32: neither over- nor underflow
     static constexpr float largest = 65504.0f;
     explicit Half(int) {}
 
@@ -100,7 +101,7 @@ struct Half : Words16 {
 
 // E5M9 to E5M5: FP16 words with a shorter significand.
 struct ShortHalf {
-    static constexpr bool rounds = true;
+    static constexpr bool rounds = true, squares_fit = true;
     static constexpr bool keeps_unrounded = true;  // the reference differentiates activations before it rounds them
     Half words;
     int significand_bits;
@@ -115,7 +116,7 @@ struct ShortHalf {
 };
 
 struct Brain : Words16 {
-    static constexpr bool rounds = true, keeps_unrounded = false;
+    static constexpr bool rounds = true, keeps_unrounded = false, squares_fit = false;
     static constexpr float largest = 3.38953138925e38f;
     explicit Brain(int) {}
 
@@ -135,7 +136,7 @@ struct Brain : Words16 {
 };
 
 struct Single {
-    static constexpr bool rounds = false, keeps_unrounded = false;
+    static constexpr bool rounds = false, keeps_unrounded = false, squares_fit = false;
     static constexpr float largest = 3.40282347e38f;
     explicit Single(int) {}
 

@@ -8,7 +8,8 @@ constexpr int WIDTH = 8, TILE_ROWS = 6;
 constexpr int WIDTH = 4, TILE_ROWS = 4;
 #endif
 
-#define SB3_FP16_LANE static inline __attribute__((always_inline))
+#define SB3_FP16_INLINE inline __attribute__((always_inline))
+#define SB3_FP16_LANE static SB3_FP16_INLINE
 
 typedef float Lane __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
@@ -21,7 +22,6 @@ SB3_FP16_LANE Lane select(Mask condition, Lane yes, Lane no) { return condition 
 SB3_FP16_LANE Words select(Mask condition, Words yes, Words no) { return condition ? yes : no; }
 SB3_FP16_LANE Lane truncated(Lane x) { return __builtin_convertvector(__builtin_convertvector(x, Mask), Lane); }
 SB3_FP16_LANE Lane number_of(Words words) { return __builtin_convertvector(reinterpret_cast<Mask>(words), Lane); }
-SB3_FP16_LANE Lane lane_of(float x) { return Lane{} + x; }
 
 SB3_FP16_LANE Lane load_lane(const float* p) {
     Lane x;
@@ -31,16 +31,19 @@ SB3_FP16_LANE Lane load_lane(const float* p) {
 SB3_FP16_LANE void store_lane(float* p, Lane x) { memcpy(p, &x, sizeof x); }
 
 #if defined(SB3_FP16_AVX512)
+SB3_FP16_LANE Lane lane_of(float x) { return _mm512_set1_ps(x); }
 SB3_FP16_LANE Lane larger(Lane a, Lane b) { return _mm512_max_ps(a, b); }  // of NaN and b: b, as a > b ? a : b
 SB3_FP16_LANE Lane smaller(Lane a, Lane b) { return _mm512_min_ps(a, b); }
 SB3_FP16_LANE Lane square_root(Lane x) { return _mm512_sqrt_ps(x); }
 SB3_FP16_LANE Lane multiply_add(Lane a, Lane b, Lane c) { return _mm512_fmadd_ps(a, b, c); }
 #elif defined(SB3_FP16_AVX2)
+SB3_FP16_LANE Lane lane_of(float x) { return _mm256_set1_ps(x); }
 SB3_FP16_LANE Lane larger(Lane a, Lane b) { return _mm256_max_ps(a, b); }
 SB3_FP16_LANE Lane smaller(Lane a, Lane b) { return _mm256_min_ps(a, b); }
 SB3_FP16_LANE Lane square_root(Lane x) { return _mm256_sqrt_ps(x); }
 SB3_FP16_LANE Lane multiply_add(Lane a, Lane b, Lane c) { return _mm256_fmadd_ps(a, b, c); }
 #else
+SB3_FP16_LANE Lane lane_of(float x) { return Lane{x, x, x, x}; }
 SB3_FP16_LANE Lane larger(Lane a, Lane b) { return a > b ? a : b; }
 SB3_FP16_LANE Lane smaller(Lane a, Lane b) { return a < b ? a : b; }
 SB3_FP16_LANE Lane square_root(Lane x) {
@@ -68,16 +71,15 @@ SB3_FP16_LANE int64_t number_set(Mask mask) {
     return count;
 }
 
+// Lanes are added in halves, so that a sum in 16 lanes is the same on every instruction set.
 SB3_FP16_LANE float sum_of(Lane x) {
-    float sum = 0.0f;
-    for (int l = 0; l < WIDTH; ++l) sum += x[l];
-    return sum;
+    for (uint32_t distance = WIDTH / 2; distance; distance /= 2) x = x + __builtin_shuffle(x, positions() ^ distance);
+    return x[0];
 }
 
 SB3_FP16_LANE float largest_of(Lane x) {
-    float largest = x[0];
-    for (int l = 1; l < WIDTH; ++l) largest = x[l] > largest ? x[l] : largest;
-    return largest;
+    for (uint32_t distance = WIDTH / 2; distance; distance /= 2) x = larger(__builtin_shuffle(x, positions() ^ distance), x);
+    return x[0];
 }
 
 // A power of two near a magnitude, and its inverse: for scaling exactly.

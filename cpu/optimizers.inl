@@ -2,66 +2,84 @@
 //
 // Gradients come in padded rows. What a step writes to storage it also writes to the tile that forward passes read.
 
-// A parameter's workspace: its gradient, and its tile.
-struct Target {
-    float* gradient;
-    int64_t gradient_stride;
-    float* tile;
-    int64_t tile_stride;
-};
-
 // A parameter as rows; vectors are a single row.
 struct Shape {
     int64_t rows, columns;
     explicit Shape(const Parameter& p) : rows(p.columns == 1 ? 1 : p.rows), columns(p.columns == 1 ? p.rows : p.columns) {}
 };
 
-// s·sqrt(mean (x/s)²), s a power of two near max|x|. Sums run in PAD lanes for every instruction set.
+// A parameter's workspace: its gradient, and its tile, in padded rows. The padding of a gradient is 0.
+struct Target {
+    Shape shape;
+    float* gradient;
+    float* tile;
+    int64_t stride;
+    float unit;                          // a power of two near the largest |g|, or 1
+    Floats row_squares, column_squares;  // Σ (g/unit)² of rows and columns that share a second moment
+
+    Lane at(int64_t row, int64_t column) const { return load_lane(gradient + row * stride + column); }
+};
+
+static float largest_magnitude(const Target& t) {
+    Lane largest{};
+    for (int64_t r = 0; r < t.shape.rows; ++r)
+        for (int64_t c = 0; c < t.shape.columns; c += WIDTH) largest = larger(absolute(t.at(r, c)), largest);
+    return largest_of(largest);
+}
+
+// Σ (g/unit)² of all elements, rows and columns in one pass; of rows in PAD lanes for every instruction set.
+static double sum_squares(Target& t) {
+    const Lane inverse = inverse_of_power(lane_of(t.unit));
+    std::fill(t.column_squares.begin(), t.column_squares.end(), 0.0f);
+    double total = 0.0;
+    for (int64_t r = 0; r < t.shape.rows; ++r) {
+        Lane sum[PAD / WIDTH] = {};
+        for (int64_t c = 0; c < t.shape.columns; c += PAD)
+            for (int l = 0; l < PAD / WIDTH; ++l) {
+                const int64_t at = c + l * WIDTH;
+                const Lane scaled = t.at(r, at) * inverse, square = scaled * scaled;
+                sum[l] = sum[l] + square;
+                if (t.column_squares.empty()) continue;
+                float* column = &t.column_squares[static_cast<size_t>(at)];
+                store_lane(column, load_lane(column) + square);
+            }
+        for (int distance = PAD / WIDTH / 2; distance; distance /= 2)
+            for (int l = 0; l < distance; ++l) sum[l] = sum[l] + sum[l + distance];
+        const float squares = sum_of(sum[0]);
+        if (!t.row_squares.empty()) t.row_squares[static_cast<size_t>(r)] = squares;
+        total += static_cast<double>(squares);
+    }
+    return total;
+}
+
+// s·sqrt(mean (x/s)²), s a power of two near max|x|; x is padded with 0.
 static float root_mean_square(const float* x, int64_t count) {
-    Lane largest{}, sum[PAD / WIDTH] = {};
-    const int64_t whole = padded(count);
-    for (int64_t i = 0; i < whole; i += WIDTH) largest = larger(absolute(load_lane(x + i)), largest);
+    Lane largest{}, sum{};
+    for (int64_t i = 0; i < count; i += WIDTH) largest = larger(absolute(load_lane(x + i)), largest);
     const Lane power = power_of_two(lane_of(largest_of(largest))), inverse = inverse_of_power(power);
-    for (int64_t i = 0; i < whole; i += PAD)
-        for (int l = 0; l < PAD / WIDTH; ++l) {
-            const Lane scaled = load_lane(x + i + l * WIDTH) * inverse;
-            sum[l] = sum[l] + scaled * scaled;
-        }
-    float total = 0.0f;
-    for (const Lane part : sum)
-        for (int l = 0; l < WIDTH; ++l) total += part[l];
-    return power[0] * std::sqrt(total / static_cast<float>(count));
+    for (int64_t i = 0; i < count; i += WIDTH) sum = sum + (load_lane(x + i) * inverse) * (load_lane(x + i) * inverse);
+    return power[0] * std::sqrt(sum_of(sum) / static_cast<float>(count));
 }
 
 template <class S>
 class Sharp {
 public:
     Sharp(const S& format_, const Settings& settings_, int64_t rows, int64_t columns)
-        : format(format_), settings(settings_), root(zeros(rows + columns + 2 * PAD)), mean_square(root), column_scale(root),
-          share(zeros(rows + PAD)) {}
+        : format(format_), settings(settings_), mean_square(zeros(rows + columns + 2 * PAD)), root(mean_square),
+          share(zeros(padded(rows))), decay(settings.decoupled_weight_decay ? 0.0f : static_cast<float>(settings.weight_decay)) {}
 
-    void step(const Parameter& p, const Target& target, float coefficient, Stats& stats) {
-        const Shape shape(p);
-        const Step now = begin(p);
-        const bool shared = p.sharing != Sharing::elementwise;
-        unscale(p, shape, target, coefficient);
+    void step(const Parameter& p, Target& target, float coefficient, Stats& stats) {
+        Step now = begin(p);
+        now.coefficient = coefficient;
+        if (decay != 0.0f) now.coefficient = 1.0f, penalize(p, target, coefficient);
         Counts counts{};
-        if (shared) update_shared_roots(p, shape, target, now, counts);
-        for (int64_t r = 0; r < shape.rows; ++r) {
-            const int64_t start = r * shape.columns;
-            for (int64_t c = 0; c < shape.columns; c += WIDTH) {
-                const int64_t i = start + c, count = shape.columns - c;
-                const Lane gradient = load_lane(target.gradient + r * target.gradient_stride + c);
-                Lane preconditioner;
-                if (!shared)
-                    preconditioner = own_root(p, i, count, absolute(gradient), now, counts) * now.unbias_root;
-                else if (p.sharing == Sharing::row)
-                    preconditioner = lane_of(share[static_cast<size_t>(r)]);
-                else
-                    preconditioner = share[static_cast<size_t>(r)] * load_lane(&column_scale[static_cast<size_t>(c)]);
-                const Lane next = element(p, i, count, gradient, preconditioner, now, counts);
-                store_lane(target.tile + r * target.tile_stride + c, next);
-            }
+        if (p.sharing != Sharing::elementwise) update_shared_roots(p, target, now, counts);
+        switch (p.writeback) {
+            case Rounding::stochastic: rows<Rounding::stochastic>(p, target, now, counts); break;
+            case Rounding::dithered: rows<Rounding::dithered>(p, target, now, counts); break;
+            case Rounding::residual: rows<Rounding::residual>(p, target, now, counts); break;
+            case Rounding::swallowed: rows<Rounding::swallowed>(p, target, now, counts); break;
+            default: rows<Rounding::nearest>(p, target, now, counts);
         }
         counts.add_to(stats);
     }
@@ -70,7 +88,7 @@ private:
     // What all elements of one step share.
     struct Step {
         uint32_t parameter_key, root_key;
-        float unbias_first, unbias_root, lr, eps, beta1, blend, beta2, rest, scale, shrink;
+        float coefficient, unbias_first, unbias_root, lr, eps, beta1, blend, beta2, rest, scale, shrink;
     };
 
     struct Counts {
@@ -89,7 +107,28 @@ private:
 
     const S& format;
     const Settings& settings;
-    Floats root, mean_square, column_scale, share;
+    Floats mean_square, root;  // of rows, then columns; `root` without bias
+    Floats share;              // a row's part of ŵ
+    const float decay;         // of Adam's L2 penalty
+
+    // All elements, with one writeback.
+    template <Rounding WRITEBACK>
+    void rows(const Parameter& p, const Target& target, const Step& now, Counts& counts) const {
+        const float* columns = root.data() + target.shape.rows;
+        for (int64_t r = 0; r < target.shape.rows; ++r)
+            for (int64_t c = 0; c < target.shape.columns; c += WIDTH) {
+                const int64_t i = r * target.shape.columns + c, count = target.shape.columns - c;
+                const Lane gradient = target.at(r, c) * now.coefficient;
+                Lane preconditioner;
+                if (p.sharing == Sharing::rank1)
+                    preconditioner = share[static_cast<size_t>(r)] * load_lane(columns + c);
+                else if (p.sharing == Sharing::row)
+                    preconditioner = lane_of(share[static_cast<size_t>(r)]);
+                else
+                    preconditioner = own_root(p, i, count, absolute(gradient), now, counts) * now.unbias_root;
+                store_lane(target.tile + r * target.stride + c, element<WRITEBACK>(p, i, count, gradient, preconditioner, now, counts));
+            }
+    }
 
     uint32_t key(Rounding mode, int64_t t, uint32_t salt) const {
         const uint32_t step = static_cast<uint32_t>(t);
@@ -111,17 +150,16 @@ private:
         return now;
     }
 
-    // κ·g, plus Adam's L2 penalty.
-    void unscale(const Parameter& p, const Shape& shape, const Target& target, float coefficient) const {
-        const float decay = settings.decoupled_weight_decay ? 0.0f : static_cast<float>(settings.weight_decay);
-        for (int64_t r = 0; r < shape.rows; ++r) {
-            float* row = target.gradient + r * target.gradient_stride;
+    // g ← κ·g + λθ, and what follows from it.
+    void penalize(const Parameter& p, Target& target, float coefficient) const {
+        const Shape& shape = target.shape;
+        for (int64_t r = 0; r < shape.rows; ++r)
             for (int64_t c = 0; c < shape.columns; c += WIDTH) {
-                Lane gradient = load_lane(row + c) * coefficient;
-                if (decay != 0.0f) gradient = gradient + decay * format.load(p.data, r * shape.columns + c, shape.columns - c);
-                store_lane(row + c, gradient);
+                const Lane theta = format.load(p.data, r * shape.columns + c, shape.columns - c);
+                store_lane(target.gradient + r * target.stride + c, target.at(r, c) * coefficient + decay * theta);
             }
-        }
+        target.unit = power_of_two(lane_of(largest_magnitude(target)))[0];
+        sum_squares(target);
     }
 
     Lane threshold(Rounding mode, uint32_t index, uint32_t key) const {
@@ -133,7 +171,7 @@ private:
 
     Lane rounded(Rounding mode, Lane x, uint32_t index, uint32_t key) const {
         const Lane inside = saturate(x);
-        if (mode == Rounding::stochastic || mode == Rounding::dithered) return saturate(format.round(inside, threshold(mode, index, key)));
+        if (mode == Rounding::stochastic || mode == Rounding::dithered) return format.round(inside, threshold(mode, index, key));
         return format.round(inside);
     }
 
@@ -164,58 +202,45 @@ private:
     }
 
     // Roots of rows and columns, and from them ŵ: its row's, or r̂_i·ĉ_j/L, rows clipped to [L/4, 4L] (paper Sec. 3.3).
-    void update_shared_roots(const Parameter& p, const Shape& shape, const Target& target, const Step& now, Counts& counts) {
+    void update_shared_roots(const Parameter& p, const Target& target, const Step& now, Counts& counts) {
+        const Shape& shape = target.shape;
         const bool rank1 = p.sharing == Sharing::rank1;
+        const float unit = now.scale * now.coefficient * target.unit;
+        const auto mean = [&](const Floats& squares, int64_t n, int64_t over, float* result) {
+            for (int64_t i = 0; i < n; i += WIDTH)
+                store_lane(result + i, unit * square_root(load_lane(&squares[static_cast<size_t>(i)]) / static_cast<float>(over)));
+        };
+        mean(target.row_squares, shape.rows, shape.columns, mean_square.data());
+        if (rank1) mean(target.column_squares, shape.columns, shape.rows, mean_square.data() + shape.rows);
         const int64_t roots = shape.rows + (rank1 ? shape.columns : 0);
-        for (int64_t r = 0; r < shape.rows; ++r)
-            mean_square[static_cast<size_t>(r)] = root_mean_square(target.gradient + r * target.gradient_stride, shape.columns);
-        if (rank1) columns_root_mean_squares(shape, target, &mean_square[static_cast<size_t>(shape.rows)]);
         for (int64_t i = 0; i < roots; i += WIDTH) {
-            const Lane rms = now.scale * load_lane(&mean_square[static_cast<size_t>(i)]);
-            const Lane w = next_root(load_root(p, i, roots - i), rms, now);
+            const Lane w = next_root(load_root(p, i, roots - i), load_lane(&mean_square[static_cast<size_t>(i)]), now);
             store_root(p, i, roots - i, w, now, counts);
             store_lane(&root[static_cast<size_t>(i)], w * now.unbias_root);
         }
-        clip_rows(shape, rank1);
-        if (!rank1) return;
-        for (int64_t c = 0; c < shape.columns; c += WIDTH)
-            store_lane(&column_scale[static_cast<size_t>(c)], load_lane(&root[static_cast<size_t>(shape.rows + c)]));
+        clip_rows(shape.rows, rank1);
     }
 
-    void clip_rows(const Shape& shape, bool rank1) {
-        for (int64_t r = 0; r < padded(shape.rows); ++r)
-            share[static_cast<size_t>(r)] = r < shape.rows ? root[static_cast<size_t>(r)] : 0.0f;
-        const float layer = root_mean_square(share.data(), shape.rows);
-        for (int64_t r = 0; r < shape.rows; ++r) {
+    void clip_rows(int64_t rows, bool rank1) {
+        for (int64_t r = 0; r < padded(rows); ++r)
+            share[static_cast<size_t>(r)] = r < rows ? root[static_cast<size_t>(r)] : 0.0f;
+        const float layer = root_mean_square(share.data(), rows);
+        for (int64_t r = 0; r < rows; ++r) {
             float& row = share[static_cast<size_t>(r)];
             row = smaller(larger(row, layer / ROW_CLIP), layer * ROW_CLIP);
             if (rank1) row = row / larger(layer, SMALLEST);
         }
     }
 
-    // All columns at once, row after row.
-    void columns_root_mean_squares(const Shape& shape, const Target& target, float* result) {
-        for (int64_t c = 0; c < shape.columns; c += WIDTH) {
-            Lane largest{}, sum{};
-            const float* column = target.gradient + c;
-            for (int64_t r = 0; r < shape.rows; ++r)
-                largest = larger(absolute(load_lane(column + r * target.gradient_stride)), largest);
-            const Lane power = power_of_two(largest), inverse = inverse_of_power(power);
-            for (int64_t r = 0; r < shape.rows; ++r) {
-                const Lane scaled = load_lane(column + r * target.gradient_stride) * inverse;
-                sum = sum + scaled * scaled;
-            }
-            store_lane(result + c, power * square_root(sum / static_cast<float>(shape.rows)));
-        }
-    }
-
     // m, θ ← θ − lr·m̂/(ŵ + eps), and the carry; returns the new θ.
-    Lane element(const Parameter& p, int64_t i, int64_t count, Lane gradient, Lane preconditioner, const Step& now,
+    template <Rounding WRITEBACK>
+    SB3_FP16_INLINE Lane element(const Parameter& p, int64_t i, int64_t count, Lane gradient, Lane preconditioner, const Step& now,
                  Counts& counts) const {
         const Lane theta = format.load(p.data, i, count);
         const Lane m = now.beta1 * format.load(p.first_moment, i, count) + now.blend * gradient;
-        const Lane update = now.lr * (m * now.unbias_first) / (preconditioner + now.eps) + now.shrink * theta;
-        const Lane next = write_back(p, i, count, theta, update, now);
+        Lane update = now.lr * (m * now.unbias_first) / (preconditioner + now.eps);
+        if (now.shrink != 0.0f) update = update + now.shrink * theta;
+        const Lane next = write_back<WRITEBACK>(p, i, count, theta, update, now);
         const Mask moves = update != 0.0f;
         counts.nonzero += moves, counts.stuck += moves & (next == theta);
         counts.saturated += absolute(theta - update) > format.largest;
@@ -226,13 +251,14 @@ private:
     }
 
     // θ − u as storage holds it.
-    Lane write_back(const Parameter& p, int64_t i, int64_t count, Lane theta, Lane update, const Step& now) const {
-        if (p.writeback != Rounding::residual && p.writeback != Rounding::swallowed)
-            return rounded(p.writeback, theta - update, p.first_element + static_cast<uint32_t>(i), now.parameter_key);
+    template <Rounding WRITEBACK>
+    SB3_FP16_INLINE Lane write_back(const Parameter& p, int64_t i, int64_t count, Lane theta, Lane update, const Step& now) const {
+        if (WRITEBACK != Rounding::residual && WRITEBACK != Rounding::swallowed)
+            return rounded(WRITEBACK, theta - update, p.first_element + static_cast<uint32_t>(i), now.parameter_key);
         const Single single(0);
         const Lane due = single.load(p.carry, i, count) - update;
         const Lane next = format.round(saturate(theta + due)), written = next - theta;
-        const Lane left = p.writeback == Rounding::residual ? due - written : select(written == 0.0f, due, Lane{});
+        const Lane left = WRITEBACK == Rounding::residual ? due - written : select(written == 0.0f, due, Lane{});
         single.store(p.carry, i, count, left);
         return next;
     }
@@ -245,7 +271,7 @@ public:
     // `copy(θ, index)` gives the tile's numbers.
     template <class Copy>
     void step(const Parameter& p, const Target& target, float coefficient, Copy copy) const {
-        const Shape shape(p);
+        const Shape& shape = target.shape;
         const double t = static_cast<double>(*p.adam_step += 1.0f);
         const float step_size = static_cast<float>(settings.lr / (1 - std::pow(settings.beta1, t)));
         const float unbias = static_cast<float>(1 / std::sqrt(1 - std::pow(settings.beta2, t)));
@@ -257,14 +283,14 @@ public:
             for (int64_t c = 0; c < shape.columns; c += WIDTH) {
                 const int64_t i = r * shape.columns + c, count = shape.columns - c;
                 const Lane theta = single.load(p.data, i, count);
-                const Lane slope = load_lane(target.gradient + r * target.gradient_stride + c) * coefficient + decay * theta;
+                const Lane slope = target.at(r, c) * coefficient + decay * theta;
                 Lane m = single.load(p.first_moment, i, count), v = single.load(p.root_second_moment, i, count);
                 m = m + blend * (slope - m);
                 v = v * keep + add * slope * slope;
                 const Lane next = theta - step_size * m / (square_root(v) * unbias + eps);
                 single.store(p.first_moment, i, count, m), single.store(p.root_second_moment, i, count, v);
                 single.store(p.data, i, count, next);
-                store_lane(target.tile + r * target.tile_stride + c, copy(next, static_cast<uint32_t>(i)));
+                store_lane(target.tile + r * target.stride + c, copy(next, static_cast<uint32_t>(i)));
             }
     }
 

@@ -83,15 +83,22 @@ private:
     }
 
     void find_targets() {
-        targets.resize(model.plan.parameters.size());
+        for (const Parameter& p : model.plan.parameters) {
+            targets.push_back({Shape(p), nullptr, nullptr, 0, 1.0f, {}, {}});
+            if (p.sharing == Sharing::elementwise || !S::rounds) continue;
+            targets.back().row_squares = zeros(padded(p.rows));
+            if (p.sharing == Sharing::rank1) targets.back().column_squares = zeros(padded(p.columns));
+        }
+        const auto set = [this](int position, Floats& gradient, Floats& tile, int64_t stride) {
+            Target& target = targets[static_cast<size_t>(position)];
+            target.gradient = gradient.data(), target.tile = tile.data(), target.stride = stride;
+        };
         for (NetworkSpace* space : {&model.policy, &model.value})
             for (LayerSpace& layer : space->layers) {
-                targets[static_cast<size_t>(layer.shape.weight)] = {layer.weight_gradient.data(), layer.in_stride,
-                                                                    layer.weight.data(), layer.in_stride};
-                targets[static_cast<size_t>(layer.shape.bias)] = {layer.bias_gradient.data(), 1, layer.bias.data(), 1};
+                set(layer.shape.weight, layer.weight_gradient, layer.weight, layer.in_stride);
+                set(layer.shape.bias, layer.bias_gradient, layer.bias, layer.out_stride);
             }
-        if (model.plan.log_std >= 0)
-            targets[static_cast<size_t>(model.plan.log_std)] = {log_std_gradient.data(), 1, model.log_std.data(), 1};
+        if (model.plan.log_std >= 0) set(model.plan.log_std, log_std_gradient, model.log_std, padded(outputs()));
     }
 
     // Row `index` of an array in storage to a dense row of FP32 numbers.
@@ -259,40 +266,27 @@ private:
                           layer.out_stride);
     }
 
-    // Module A: G = s·sqrt(Σ (g/s)²) with s near max|g| of one network; not finite where a gradient is not.
-    float norm(int network) const {
-        Lane largest{}, poison{};
-        each_row(network, [&](const float* x, int64_t count) {
-            for (int64_t i = 0; i < count; i += WIDTH) {
-                const Lane g = load_lane(x + i);
-                largest = larger(absolute(g), largest), poison = poison + (g - g);
-            }
-        });
-        if (!(sum_of(poison) == 0.0f)) return NAN;
-        const Lane power = power_of_two(lane_of(largest_of(largest))), inverse = inverse_of_power(power);
+    // Module A: G = s·sqrt(Σ (g/s)²) with s near max|g| of one network, or 1 where squares fit FP32; not finite where a
+    // gradient is not.
+    float norm(int network) {
+        float unit = 1.0f;
+        if (!S::squares_fit || !C::squares_fit) {
+            float largest = 0.0f;
+            each_target(network, [&](const Target& t) { largest = larger(largest_magnitude(t), largest); });
+            unit = power_of_two(lane_of(largest))[0];
+        }
         double sum = 0.0;
-        each_row(network, [&](const float* x, int64_t count) {
-            Lane squares{};
-            for (int64_t i = 0; i < count; i += WIDTH) {
-                const Lane scaled = load_lane(x + i) * inverse;
-                squares = squares + scaled * scaled;
-            }
-            sum += static_cast<double>(sum_of(squares));
+        each_target(network, [&](Target& t) {
+            t.unit = unit;
+            sum += sum_squares(t);
         });
-        return power[0] * static_cast<float>(std::sqrt(sum));
+        return unit * static_cast<float>(std::sqrt(sum));
     }
 
-    // Padded rows of one network's gradients, some together; the padding is 0.
     template <class Visit>
-    void each_row(int network, Visit visit) const {
-        constexpr int64_t TOGETHER = 4096;
-        for (size_t i = 0; i < targets.size(); ++i) {
-            const Parameter& p = model.plan.parameters[i];
-            if (p.network != network) continue;
-            const int64_t n = p.columns == 1 ? padded(p.rows) : p.rows * targets[i].gradient_stride;
-            for (int64_t start = 0; start < n; start += TOGETHER)
-                visit(targets[i].gradient + start, std::min(TOGETHER, n - start));
-        }
+    void each_target(int network, Visit visit) {
+        for (size_t i = 0; i < targets.size(); ++i)
+            if (model.plan.parameters[i].network == network) visit(targets[i]);
     }
 
     // The scale's rules: sb3_fp16/scalars.py, GradientScale.update. Returns whether to skip the step.

@@ -53,9 +53,10 @@ SB3_FP16_FUNCTION T with_sign_of(T magnitude, T x) {
     return as_float(as_word(magnitude) | (as_word(x) & 0x80000000u));
 }
 
+// NaN stays NaN.
 template <class T>
 SB3_FP16_FUNCTION T clamped(T x, float lower, float upper) {
-    return smaller(larger(x, T{} + lower), T{} + upper);
+    return smaller(T{} + upper, larger(T{} + lower, x));
 }
 
 // e^r for |r| <= ln(2)/2, minus 1: Taylor to r^7, error below 2^-26 relative.
@@ -83,16 +84,14 @@ template <class T>
 SB3_FP16_FUNCTION T exponential(T x) {
     T power;
     const T r = reduce(clamped(x, -87.0f, 88.0f), &power);
-    const T result = power + power * expm1_reduced(r);
-    return select(x != x, x, result);
+    return power + power * expm1_reduced(r);
 }
 
 template <class T>
 SB3_FP16_FUNCTION T exponential_minus_1(T x) {
     T power;
     const T r = reduce(clamped(x, -87.0f, 88.0f), &power);
-    const T result = (power - 1.0f) + power * expm1_reduced(r);
-    return select(x != x, x, result);
+    return (power - 1.0f) + power * expm1_reduced(r);
 }
 
 // log x for normal x > 0: with x = 2^e·f, f near 1, log f = 2 artanh s, s = (f − 1)/(f + 1), to s^9.
@@ -118,11 +117,19 @@ SB3_FP16_FUNCTION T logarithm_1_plus(T x) {
     return select(x < INFINITY, result, x);
 }
 
-// tanh x = -u/(2 + u) with u = expm1(-2|x|): no cancellation near 0, no overflow far away.
+// tanh x = x·P(x²)/Q(x²), P and Q of degree 4 fitted to relative error 1.3e-8; 3.6e-7 in FP32. Reaches 1 at the clamp.
 template <class T>
 SB3_FP16_FUNCTION T tangent(T x) {
-    const T u = exponential_minus_1(-2.0f * absolute(x));
-    return with_sign_of(-u / (2.0f + u), x);
+    const T y = clamped(x, -8.016659f, 8.016659f), square = y * y;
+    T p = square * 1.4081750876e-8f + 2.112187212e-5f;
+    p = p * square + 3.526370972e-3f;
+    p = p * square + 0.134068504f;
+    p = p * square + 1.0f;
+    T q = square * 8.07034553e-7f + 3.336220106e-4f;
+    q = q * square + 2.599378489e-2f;
+    q = q * square + 0.467401713f;
+    q = q * square + 1.0f;
+    return y * p / q;
 }
 
 template <class T>
