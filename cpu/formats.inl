@@ -96,6 +96,14 @@ struct Half : Words16 {
     Lane round(Lane x) const { return round_short(x, 10); }
 #endif
     Lane round_words(Lane x) const { return round(x); }
+    // Round to nearest and store.
+    void write(void* base, int64_t index, int64_t count, Lane x) const {
+#if defined(SB3_FP16_F16C)
+        store(base, index, count, x);  // the instruction rounds
+#else
+        store(base, index, count, round(x));
+#endif
+    }
     Lane round(Lane x, Lane threshold) const { return round_by_threshold(x, threshold, 10); }
 };
 
@@ -112,6 +120,7 @@ struct ShortHalf {
     void store(void* base, int64_t index, int64_t count, Lane x) const { words.store(base, index, count, x); }
     Lane round(Lane x) const { return round_short(x, significand_bits); }
     Lane round_words(Lane x) const { return words.round(x); }
+    void write(void* base, int64_t index, int64_t count, Lane x) const { store(base, index, count, round(x)); }
     Lane round(Lane x, Lane threshold) const { return round_by_threshold(x, threshold, significand_bits); }
 };
 
@@ -132,6 +141,7 @@ struct Brain : Words16 {
         return select(x != x, x, as_float(rounded));
     }
     Lane round_words(Lane x) const { return round(x); }
+    void write(void* base, int64_t index, int64_t count, Lane x) const { store(base, index, count, round(x)); }
     Lane round(Lane x, Lane threshold) const { return round_by_threshold_bf16(x, threshold); }
 };
 
@@ -156,5 +166,6 @@ struct Single {
     }
     Lane round(Lane x) const { return x; }
     Lane round_words(Lane x) const { return x; }
+    void write(void* base, int64_t index, int64_t count, Lane x) const { store(base, index, count, x); }
     Lane round(Lane x, Lane) const { return x; }
 };

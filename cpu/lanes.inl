@@ -65,11 +65,23 @@ SB3_FP16_LANE Mask first_lanes(int64_t count) {
     return reinterpret_cast<Mask>(positions()) < static_cast<int32_t>(std::min<int64_t>(count, WIDTH));
 }
 
-SB3_FP16_LANE int64_t number_set(Mask mask) {
-    int64_t count = 0;
-    for (int l = 0; l < WIDTH; ++l) count -= mask[l];
-    return count;
+// One bit per lane in which a comparison holds.
+#if defined(SB3_FP16_AVX512)
+SB3_FP16_LANE uint32_t where_above(Lane a, Lane b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+SB3_FP16_LANE uint32_t where_equal(Lane a, Lane b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+#elif defined(SB3_FP16_AVX2)
+SB3_FP16_LANE uint32_t where_above(Lane a, Lane b) { return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ))); }
+SB3_FP16_LANE uint32_t where_equal(Lane a, Lane b) { return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ))); }
+#else
+SB3_FP16_LANE uint32_t bits_of(Mask mask) {
+    const Mask bits = mask & Mask{1, 2, 4, 8};
+    return static_cast<uint32_t>(bits[0] | bits[1] | bits[2] | bits[3]);
 }
+SB3_FP16_LANE uint32_t where_above(Lane a, Lane b) { return bits_of(a > b); }
+SB3_FP16_LANE uint32_t where_equal(Lane a, Lane b) { return bits_of(a == b); }
+#endif
+SB3_FP16_LANE int64_t number_of_bits(uint32_t bits) { return __builtin_popcount(bits); }
+constexpr uint32_t ALL_LANES = (1u << WIDTH) - 1u;
 
 // Lanes are added in halves, so that a sum in 16 lanes is the same on every instruction set.
 SB3_FP16_LANE float sum_of(Lane x) {

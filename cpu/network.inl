@@ -7,7 +7,9 @@ using Floats = std::vector<float>;
 
 static Floats zeros(int64_t count) { return Floats(static_cast<size_t>(count), 0.0f); }
 
-// A layer's workspace; the last five belong to training.
+constexpr int64_t NARROW = 3;  // layers with so few outputs are summed along their inputs
+
+// A layer's workspace; the last six belong to training.
 struct LayerSpace {
     Layer shape;
     int64_t in_stride, out_stride;
@@ -19,6 +21,7 @@ struct LayerSpace {
     Floats signal;           // [batch][out], gradient of the output, then of the product
     Floats weight_gradient;  // [out][in]
     Floats bias_gradient;
+    Floats turned;           // [in][out], of the weight gradient
 };
 
 struct NetworkSpace {
@@ -103,6 +106,7 @@ struct Model {
                 layer.signal = zeros(batch * layer.out_stride);
                 layer.weight_gradient = zeros(shape.outputs * layer.in_stride);
                 layer.bias_gradient = zeros(layer.out_stride);
+                layer.turned = zeros(shape.inputs * layer.out_stride);
             }
             space.layers.push_back(std::move(layer));
         }
@@ -141,8 +145,14 @@ struct Model {
         const float* x = input.data();
         int64_t x_stride = input_stride;
         for (LayerSpace& layer : space.layers) {
-            multiply(compute, {{x, x_stride, 1}, layer.transposed.data(), layer.out_stride, layer.bias.data(),
-                               layer.output.data(), layer.out_stride, count, layer.shape.inputs, layer.out_stride});
+            Product product{{x, x_stride, 1}, layer.transposed.data(), layer.out_stride, layer.bias.data(),
+                            layer.output.data(), layer.out_stride, count, layer.shape.inputs, layer.out_stride};
+            if (layer.shape.outputs <= NARROW) {
+                product.columns = layer.shape.outputs;
+                multiply_narrow(compute, product, layer.weight.data(), layer.in_stride);
+            } else {
+                multiply(compute, product);
+            }
             activate(layer, count * layer.out_stride);
             x = layer.output.data(), x_stride = layer.out_stride;
         }
@@ -179,14 +189,25 @@ struct Model {
             differentiate(layer, count);
             const float* x = l ? space.layers[l - 1].output.data() : input.data();
             const int64_t x_stride = l ? space.layers[l - 1].out_stride : input_stride;
-            const float* signal = layer.signal.data();
-            multiply(compute, {{signal, 1, layer.out_stride}, x, x_stride, nullptr, layer.weight_gradient.data(),
-                               layer.in_stride, layer.shape.outputs, count, layer.in_stride});
+            weigh(layer, x, x_stride, count);
             if (l == 0) return;
             LayerSpace& below = space.layers[l - 1];
-            multiply(compute, {{signal, layer.out_stride, 1}, layer.weight.data(), layer.in_stride, nullptr,
+            multiply(compute, {{layer.signal.data(), layer.out_stride, 1}, layer.weight.data(), layer.in_stride, nullptr,
                                below.signal.data(), below.out_stride, count, layer.shape.outputs, below.out_stride});
         }
+    }
+
+    // Gradient of the weights: signalᵀ·x, or xᵀ·signal turned around where padding would cost more.
+    void weigh(LayerSpace& layer, const float* x, int64_t x_stride, int64_t count) {
+        const Layer& s = layer.shape;
+        if (s.outputs * layer.in_stride <= s.inputs * layer.out_stride) {
+            multiply(compute, {{layer.signal.data(), 1, layer.out_stride}, x, x_stride, nullptr, layer.weight_gradient.data(),
+                               layer.in_stride, s.outputs, count, layer.in_stride});
+            return;
+        }
+        multiply(compute, {{x, 1, x_stride}, layer.signal.data(), layer.out_stride, nullptr, layer.turned.data(),
+                           layer.out_stride, s.inputs, count, layer.out_stride});
+        transpose(layer.turned.data(), layer.out_stride, s.inputs, s.outputs, layer.weight_gradient.data(), layer.in_stride);
     }
 
     // Gradient of the output to gradient of the product, and its sum over the batch.

@@ -81,7 +81,9 @@ public:
             case Rounding::swallowed: rows<Rounding::swallowed>(p, target, now, counts); break;
             default: rows<Rounding::nearest>(p, target, now, counts);
         }
-        counts.add_to(stats);
+        // A register's lanes beyond a row hold zeros.
+        const int64_t lanes = target.shape.rows * ((target.shape.columns + WIDTH - 1) / WIDTH * WIDTH);
+        stats.nonzero += lanes - counts.zero, stats.stuck += counts.stuck, stats.saturated += counts.saturated;
     }
 
 private:
@@ -92,17 +94,7 @@ private:
     };
 
     struct Counts {
-        Mask nonzero, stuck, saturated;  // minus the count
-        int64_t roots_saturated;
-        void add_to(Stats& stats) const {
-            stats.nonzero += number_of_all(nonzero), stats.stuck += number_of_all(stuck);
-            stats.saturated += number_of_all(saturated) + roots_saturated;
-        }
-        static int64_t number_of_all(Mask counts) {
-            int64_t sum = 0;
-            for (int l = 0; l < WIDTH; ++l) sum -= counts[l];
-            return sum;
-        }
+        int64_t zero, stuck, saturated;
     };
 
     const S& format;
@@ -113,7 +105,8 @@ private:
 
     // All elements, with one writeback.
     template <Rounding WRITEBACK>
-    void rows(const Parameter& p, const Target& target, const Step& now, Counts& counts) const {
+    void rows(const Parameter p, const Target& target, const Step now, Counts& counts_) const {
+        Counts counts = counts_;  // a copy, as the arguments are, that no store may alias
         const float* columns = root.data() + target.shape.rows;
         for (int64_t r = 0; r < target.shape.rows; ++r)
             for (int64_t c = 0; c < target.shape.columns; c += WIDTH) {
@@ -128,6 +121,7 @@ private:
                     preconditioner = own_root(p, i, count, absolute(gradient), now, counts) * now.unbias_root;
                 store_lane(target.tile + r * target.stride + c, element<WRITEBACK>(p, i, count, gradient, preconditioner, now, counts));
             }
+        counts_ = counts;
     }
 
     uint32_t key(Rounding mode, int64_t t, uint32_t salt) const {
@@ -162,40 +156,41 @@ private:
         sum_squares(target);
     }
 
-    Lane threshold(Rounding mode, uint32_t index, uint32_t key) const {
+    SB3_FP16_INLINE Lane threshold(Rounding mode, uint32_t index, uint32_t key) const {
         const Words indices = positions() + index;
         return mode == Rounding::dithered ? dither_threshold(indices, key) : random_threshold(indices, key);
     }
 
     Lane saturate(Lane x) const { return clamped(x, -format.largest, format.largest); }
 
-    Lane rounded(Rounding mode, Lane x, uint32_t index, uint32_t key) const {
+    SB3_FP16_INLINE Lane rounded(Rounding mode, Lane x, uint32_t index, uint32_t key) const {
         const Lane inside = saturate(x);
         if (mode == Rounding::stochastic || mode == Rounding::dithered) return format.round(inside, threshold(mode, index, key));
         return format.round(inside);
     }
 
     // w ← sqrt(β₂w² + (1 − β₂)rms²), scaled by the larger of the two as the norm is.
-    static Lane next_root(Lane w, Lane rms, const Step& now) {
+    SB3_FP16_LANE Lane next_root(Lane w, Lane rms, const Step& now) {
         const Lane power = power_of_two(larger(w, rms)), inverse = inverse_of_power(power);
         const Lane a = w * inverse, b = rms * inverse;
         return power * square_root(now.beta2 * (a * a) + now.rest * (b * b));
     }
 
-    Lane load_root(const Parameter& p, int64_t i, int64_t count) const {
+    SB3_FP16_INLINE Lane load_root(const Parameter& p, int64_t i, int64_t count) const {
         return settings.root_rounding == Rounding::fp32 ? Single(0).load(p.root_second_moment, i, count)
                                                         : format.load(p.root_second_moment, i, count);
     }
 
-    void store_root(const Parameter& p, int64_t i, int64_t count, Lane w, const Step& now, Counts& counts) const {
+    SB3_FP16_INLINE void store_root(const Parameter& p, int64_t i, int64_t count, Lane w, const Step& now, Counts& counts) const {
         if (settings.root_rounding == Rounding::fp32) return Single(0).store(p.root_second_moment, i, count, w);
-        counts.roots_saturated += number_set((w > format.largest) & first_lanes(count));
+        const uint32_t above = where_above(w, lane_of(format.largest));
+        counts.saturated += number_of_bits(count < WIDTH ? above & ((1u << count) - 1u) : above);
         const uint32_t index = p.first_element + static_cast<uint32_t>(i);
         format.store(p.root_second_moment, i, count, rounded(settings.root_rounding, w, index, now.root_key));
     }
 
     // The updated root of elements that share theirs with none.
-    Lane own_root(const Parameter& p, int64_t i, int64_t count, Lane magnitude, const Step& now, Counts& counts) const {
+    SB3_FP16_INLINE Lane own_root(const Parameter& p, int64_t i, int64_t count, Lane magnitude, const Step& now, Counts& counts) const {
         const Lane w = next_root(load_root(p, i, count), now.scale * magnitude, now);
         store_root(p, i, count, w, now, counts);
         return w;
@@ -241,11 +236,12 @@ private:
         Lane update = now.lr * (m * now.unbias_first) / (preconditioner + now.eps);
         if (now.shrink != 0.0f) update = update + now.shrink * theta;
         const Lane next = write_back<WRITEBACK>(p, i, count, theta, update, now);
-        const Mask moves = update != 0.0f;
-        counts.nonzero += moves, counts.stuck += moves & (next == theta);
-        counts.saturated += absolute(theta - update) > format.largest;
-        counts.saturated += absolute(m) > format.largest;
-        format.store(p.first_moment, i, count, format.round(saturate(m)));
+        const uint32_t zero = where_equal(update, Lane{}), same = where_equal(next, theta);
+        const Lane largest = lane_of(format.largest);
+        counts.zero += number_of_bits(zero), counts.stuck += number_of_bits(same & ~zero);
+        counts.saturated += number_of_bits(where_above(absolute(theta - update), largest));
+        counts.saturated += number_of_bits(where_above(absolute(m), largest));
+        format.write(p.first_moment, i, count, saturate(m));
         format.store(p.data, i, count, next);
         return next;
     }

@@ -49,7 +49,8 @@ template <int LANES, class Format>
 static inline void column_of_tiles(const Format format, const Product& p, int64_t column) {
     int64_t row = 0;
     for (; row + TILE_ROWS <= p.rows; row += TILE_ROWS) tile<TILE_ROWS, LANES>(format, p, row, column);
-    for (; row + 2 <= p.rows; row += 2) tile<2, LANES>(format, p, row, column);
+    if (row + 4 <= p.rows) tile<4, LANES>(format, p, row, column), row += 4;
+    if (row + 2 <= p.rows) tile<2, LANES>(format, p, row, column), row += 2;
     if (row < p.rows) tile<1, LANES>(format, p, row, column);
 }
 
@@ -58,6 +59,18 @@ static void multiply(const Format format, const Product& p) {
     int64_t column = 0;
     for (; column + 2 * WIDTH <= p.columns; column += 2 * WIDTH) column_of_tiles<2>(format, p, column);
     for (; column < p.columns; column += WIDTH) column_of_tiles<1>(format, p, column);
+}
+
+// The same product for few columns, from B's transpose: each element is summed in PAD lanes.
+template <class Format>
+static void multiply_narrow(const Format format, const Product& p, const float* b_transposed, int64_t b_stride) {
+    for (int64_t row = 0; row < p.rows; ++row)
+        for (int64_t column = 0; column < p.columns; ++column) {
+            Lane sum{};
+            for (int64_t k = 0; k < p.inner; k += WIDTH)
+                sum = multiply_add(load_lane(p.a.data + row * p.a.row_stride + k), load_lane(b_transposed + column * b_stride + k), sum);
+            p.c[row * p.c_stride + column] = format.round(lane_of(sum_of(sum) + p.initial[column]))[0];
+        }
 }
 
 // to[column][row] = from[row][column]: four by four in registers, the rest one by one.

@@ -202,7 +202,7 @@ private:
         const Mask outside = (d > settings.clip_upper) | (d < settings.clip_lower);
         sums.policy -= static_cast<double>(sum_of(select(valid, gain, Lane{})));
         sums.entropy += static_cast<double>(sum_of(select(valid, entropy, Lane{})));
-        sums.clipped += static_cast<double>(number_set(valid & outside));
+        sums.clipped += static_cast<double>(sum_of(select(valid & outside, lane_of(1.0f), Lane{})));
         sums.kl += static_cast<double>(sum_of(select(valid, exponential_minus_1(d) - d, Lane{})));
     }
 
