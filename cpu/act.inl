@@ -6,9 +6,10 @@ public:
     explicit ActorOf(const Plan& plan) : model(plan, 1, false), head(model.compute, model.plan) { copy.resize(bytes()); }
 
     int act(const Acting& step) override {
-        if (changed()) model.refresh();
+        const bool is_new = differs();
+        if (is_new) model.refresh();
         if (step.count > capacity) reserve(step.count);
-        int flags = observe(step);
+        int flags = observe(step) | (is_new ? changed : 0);
         if (flags & not_finite) return flags;
         if (step.values) {
             model.forward(model.value, step.count);
@@ -43,7 +44,7 @@ private:
     }
 
     // Whether any parameter differs from when this was last asked, whoever wrote it.
-    bool changed() {
+    bool differs() {
         bool found = unread;
         char* kept = copy.data();
         for (const Parameter& p : model.plan.parameters) {

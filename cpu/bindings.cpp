@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -188,7 +189,7 @@ public:
         const int64_t size = plan.policy.front().inputs;
         if (!(observations.flags() & py::array::c_style) || observations.size() % size != 0 ||
             !(step.observations_are_double || py::isinstance<py::array_t<float>>(observations)))
-            throw std::invalid_argument("observations are FP32 or FP64 and contiguous");
+            throw std::invalid_argument("observations must be FP32 or FP64, contiguous, and of the policy's size");
         step.observations = observations.data(), step.count = observations.size() / size;
         py::object actions = py::none(), values = py::none(), log_prob = py::none(), behaviour = py::none(), correction = py::none();
         const auto make = [&](py::object& array, float*& data, std::vector<int64_t> shape) {
@@ -217,6 +218,64 @@ private:
     const Plan plan;
     std::unique_ptr<Actor> actor;
     bool corrects, hands_on;
+};
+
+int64_t gae(const std::string& isa, const std::string& storage, const py::dict& arrays, const Floats& last_values,
+            const Floats& last_continues, double gamma, double lambda) {
+    const auto words = [&](const char* name) { return arrays[name].cast<py::array>(); };
+    const py::array rewards = words("rewards");
+    const int64_t steps = rewards.shape(0), envs = rewards.shape(1);
+    if (last_values.size() != envs || last_continues.size() != envs) throw std::invalid_argument("one last value per environment");
+    return engine_of(isa).gae({storage_of(storage), significand_bits_of(storage), steps, envs, rewards.data(), words("values").data(),
+                               static_cast<const uint8_t*>(words("episode_starts").data()), last_values.data(), last_continues.data(),
+                               gamma, lambda, words("advantages").mutable_data(), words("returns").mutable_data()});
+}
+
+// Where one rollout's steps go; keeps its arrays.
+class Recorder {
+public:
+    Recorder(const std::string& isa, const std::string& storage_, std::vector<py::object> arrays_)
+        : engine(engine_of(isa)), storage(storage_of(storage_)), significand_bits(significand_bits_of(storage_)),
+          arrays(std::move(arrays_)) {}
+
+    // One step's arrays into row `step`, as many as were given; returns how many values of each saturated, or None if an
+    // array needs more than this, because its type is unexpected or a number is not finite.
+    py::object record(int64_t step, const std::vector<py::object>& values) {
+        if (values.size() != arrays.size()) throw std::invalid_argument("as many values as arrays are needed");
+        py::tuple counts(values.size());
+        for (size_t i = 0; i < values.size(); ++i) {
+            const int64_t saturated = arrays[i].is_none() ? 0 : put(py::reinterpret_borrow<py::array>(arrays[i]), step, values[i]);
+            if (saturated < 0) return py::none();
+            counts[i] = saturated;
+        }
+        return counts;
+    }
+
+private:
+    int64_t put(py::array array, int64_t step, const py::object& given) {
+        if (!py::isinstance<py::array>(given)) return -1;
+        const py::array values = py::reinterpret_borrow<py::array>(given);
+        const int64_t size = array.size() / array.shape(0);
+        if (step < 0 || step >= array.shape(0) || values.size() != size || !(values.flags() & py::array::c_style)) return -1;
+        char* row = static_cast<char*>(array.mutable_data()) + step * size * array.itemsize();
+        const char from = values.dtype().kind(), to = array.dtype().kind();
+        if (from == 'f' && (to == 'f' || to == 'V') && array.itemsize() <= 4) {
+            const Storage kind = array.itemsize() == 4 ? Storage::fp32 : storage;  // log-probabilities are always FP32
+            if (values.itemsize() == 4) return engine.store(kind, significand_bits, static_cast<const float*>(values.data()), row, size);
+            const Floats single = Floats::ensure(values);
+            return engine.store(kind, significand_bits, single.data(), row, size);
+        }
+        if (from == to && values.itemsize() == array.itemsize())
+            memcpy(row, values.data(), static_cast<size_t>(size * array.itemsize()));
+        else
+            return -1;
+        return 0;
+    }
+
+    const Engine& engine;
+    const Storage storage;
+    const int significand_bits;
+    std::vector<py::object> arrays;
 };
 
 int64_t store(const std::string& isa, const std::string& storage, const Floats& values, py::array& stored) {
@@ -254,10 +313,14 @@ PYBIND11_MODULE(_cpu, m) {
     m.doc() = "PPO updates and actions of MLP policies, each in one native call.";
     m.def("supports", &supports, "Whether this processor runs an instruction set.");
     m.def("store", &store, "Round FP32 values to storage, saturating; returns how many saturated, -1 if one is not finite.");
+    m.def("gae", &gae, "Fill advantages and returns of a rollout; returns how many saturated.");
     m.def("load", &load, "FP32 values of numbers in storage.");
     m.def("rounded", &rounded, "FP32 values rounded to nearest in a format, beyond its range to infinity.");
     m.def("elementwise", &elementwise, "An elementary function of FP32 values, as the engine computes it.");
     m.def("update", &update, "Run all epochs on a rollout; trains parameters and optimizer state in place.");
+    py::class_<Recorder>(m, "Recorder", "Stores steps of a rollout, rounded.")
+        .def(py::init<const std::string&, const std::string&, std::vector<py::object>>())
+        .def("record", &Recorder::record, "Store one step of all environments.");
     py::class_<PolicyActor>(m, "Actor", "Acts for a policy whose parameters it reads where they are.")
         .def(py::init<const std::string&, const py::dict&>())
         .def("act", &PolicyActor::act, "Act in all environments; draws are the caller's.");

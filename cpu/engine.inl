@@ -75,6 +75,31 @@ int64_t store(Storage kind, int significand_bits, const float* values, void* sto
     });
 }
 
+// δ_t = r_t + γV_{t+1} − V_t, A_t = δ_t + γλA_{t+1}, returns A + V: one FP32 recurrence state per environment, whose
+// steps are rounded as they leave (sb3_fp16/buffers.py).
+int64_t gae(const Advantages& a) {
+    return with_format(a.storage, a.significand_bits, [&](auto format) -> int64_t {
+        const float gamma = static_cast<float>(a.gamma), decay = static_cast<float>(a.gamma * a.lambda);
+        int64_t beyond = 0;
+        const auto write = [&](void* array, int64_t i, float x) {
+            const Lane rounded = format.round(lane_of(x)), inside = clamped(rounded, -format.largest, format.largest);
+            beyond += absolute(rounded[0]) > format.largest;
+            format.store(array, i, 1, inside);
+        };
+        for (int64_t e = 0; e < a.envs; ++e) {
+            float next = a.last_values[e], continues = a.last_continues[e], recurrence = 0.0f;
+            for (int64_t i = (a.steps - 1) * a.envs + e; i >= 0; i -= a.envs) {
+                const float value = format.load(a.values, i, 1)[0];
+                const float delta = format.load(a.rewards, i, 1)[0] + gamma * next * continues - value;
+                recurrence = delta + decay * continues * recurrence;
+                write(a.advantages, i, recurrence), write(a.returns, i, recurrence + value);
+                next = value, continues = a.episode_starts[i] ? 0.0f : 1.0f;
+            }
+        }
+        return beyond;
+    });
+}
+
 void load(Storage kind, int significand_bits, const void* stored, float* values, int64_t count) {
     with_format(kind, significand_bits, [&](auto format) {
         const Single single(0);
@@ -110,6 +135,6 @@ void elementwise(int function, const float* x, float* y, int64_t count) {
 
 }  // namespace
 
-const Engine SB3_FP16_ENGINE = {update, make_actor, store, load, round, elementwise};
+const Engine SB3_FP16_ENGINE = {update, make_actor, gae, store, load, round, elementwise};
 
 }  // namespace sb3_fp16

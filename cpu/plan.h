@@ -106,7 +106,20 @@ struct Acting {
     float* correction;  // c = log π₀(a) − log π₀(a as stored)
 };
 
-enum Flags { not_finite = 1, saturated = 2 };
+enum Flags { not_finite = 1, saturated = 2, changed = 4 };  // changed: parameters, since the last step
+
+// What GAE(λ) reads and fills, in storage format.
+struct Advantages {
+    Storage storage;
+    int significand_bits;
+    int64_t steps, envs;
+    const void *rewards, *values;
+    const uint8_t* episode_starts;
+    const float* last_values;
+    const float* last_continues;  // 1 − done
+    double gamma, lambda;
+    void *advantages, *returns;
+};
 
 using Interrupted = bool (*)();
 
@@ -121,6 +134,8 @@ public:
 struct Engine {
     Stats (*update)(const Plan&, const Rollout&, const Settings&, const int64_t* order, Scale&, Interrupted);
     std::unique_ptr<Actor> (*make_actor)(const Plan&);
+    // Generalized advantage estimation over arrays in storage, shape (steps, envs); returns how many saturated.
+    int64_t (*gae)(const Advantages&);
     // How many values were beyond the format's range, or −1 if one was not finite; stores nothing then.
     int64_t (*store)(Storage, int significand_bits, const float*, void*, int64_t);
     void (*load)(Storage, int significand_bits, const void*, float*, int64_t);

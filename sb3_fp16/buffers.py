@@ -15,7 +15,47 @@ from sb3_fp16.precision import Precision
 from sb3_fp16.residuals import Behaviour, GaussianBehaviour, LogitsBehaviour, behaviour_of
 from sb3_fp16.rounding import check_finite
 
+try:
+    from sb3_fp16 import _cpu
+
+    _ISA: str | None = next(name for name in ("avx512", "avx2", "portable") if _cpu.supports(name))
+except ImportError:  # no compiler where the package was installed
+    _ISA = None
+
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Acted(NamedTuple):
+    """
+    What a policy knows of the actions of one step.
+
+    :param value: V, shape (envs, 1)
+    :param log_prob: FP32, shape (envs,)
+    :param behaviour: parameters that the actions were sampled with, in the order of their ``Behaviour``; None where
+        the log-probability serves
+    :param correction: c (paper Sec. 3.2), shape (envs,); None where it is 0
+    """
+
+    value: Array
+    log_prob: Array
+    behaviour: tuple[Array, ...] | None
+    correction: Array | None
+
+    @classmethod
+    def of(cls, value: Tensor, log_prob: Tensor) -> "Acted":
+        """
+        From what ``HalfPrecisionPolicy.forward`` returned.
+
+        :param value: shape (envs, 1)
+        :param log_prob: shape (envs,); may carry the behaviour policy's parameters
+        """
+        behaviour, correction = behaviour_of(log_prob)
+        return cls(
+            _numpy(value),
+            _numpy(log_prob),
+            None if behaviour is None else tuple(map(_numpy, behaviour)),
+            None if correction is None else _numpy(correction),
+        )
 
 
 class Minibatch(NamedTuple):
@@ -62,6 +102,8 @@ class RolloutBufferFP16(RolloutBuffer):
     """FP32 log π₀(a|s), where the behaviour policy's parameters are not stored."""
     corrections: Array | None
     """c, where stored and executed actions differ."""
+    _log_std: Array | None  # of the last step
+    _recorder: "_cpu.Recorder | None"
 
     def __init__(self, *args: Any, precision: str | Precision | Mapping[str, Any] = "fp16", **kwargs: Any) -> None:
         self.precision = Precision.of(precision)
@@ -86,6 +128,7 @@ class RolloutBufferFP16(RolloutBuffer):
         self.rewards, self.values, self.advantages, self.returns = (np.zeros(steps, dtype=kind) for _ in range(4))
         self.episode_starts = np.zeros(steps, dtype=bool)
         self.log_probs = self.corrections = self.behaviour = None
+        self._recorder = self._log_std = None
         self.saturated = dict.fromkeys(self.saturated, 0)
         self.pos, self.full, self.generator_ready = 0, False, False
 
@@ -114,9 +157,46 @@ class RolloutBufferFP16(RolloutBuffer):
         :param log_prob: shape (envs,); may carry the behaviour policy's parameters
         :raises ValueError: for an observation, action or reward that is not finite, naming its environment
         """
-        behaviour, correction = behaviour_of(log_prob)
+        self.add_step(obs, action, reward, episode_start, Acted.of(value, log_prob))
+
+    def add_step(self, obs: Any, action: Array, reward: Array, episode_start: Array, acted: Acted) -> None:
+        """
+        ``add`` without tensors.
+
+        :param obs: see ``add``, as the next three
+        :param action: as executed
+        :param reward: per environment
+        :param episode_start: per environment
+        :param acted: what the policy knows of the action
+        :raises ValueError: as ``add``
+        """
         if self.pos == 0:
-            self._allocate(behaviour, correction)
+            self._allocate(acted)
+        if not self._record(obs, action, reward, episode_start, acted):
+            self._add_step(obs, action, reward, episode_start, acted)
+        self.pos += 1
+        self.full = self.pos == self.buffer_size
+
+    def _record(self, obs: Any, action: Array, reward: Array, episode_start: Array, acted: Acted) -> bool:
+        """The usual step in one native call; false where it is not usual, and nothing counts as stored."""
+        behaviour = acted.behaviour or (None,)
+        if self._recorder is None:
+            return False
+        log_std = behaviour[-1] if len(behaviour) == 2 else self._log_std
+        if log_std is not self._log_std and not np.array_equal(cast(Array, log_std), cast(Array, self._log_std)):
+            return False
+        counts = self._recorder.record(
+            self.pos,
+            [obs, action, reward, acted.value, episode_start, acted.log_prob, behaviour[0], acted.correction],
+        )
+        if counts is None:
+            return False
+        if any(counts[:4]):
+            for kind, count in zip(("observations", "actions", "rewards", "values"), counts, strict=False):
+                self.saturated[kind] += count
+        return True
+
+    def _add_step(self, obs: Any, action: Array, reward: Array, episode_start: Array, acted: Acted) -> None:
         if isinstance(self.observations, dict):
             for key, array in self.observations.items():
                 self._store(array, obs[key], "observations", f"observation[{key!r}]")
@@ -124,33 +204,45 @@ class RolloutBufferFP16(RolloutBuffer):
             self._store(self.observations, obs, "observations", "observation")
         self._store(self.actions, action, "actions", "action")
         self._store(self.rewards, reward, "rewards", "reward")
-        self._store(self.values, _numpy(value), "values", "value")
+        self._store(self.values, acted.value, "values", "value")
         self.episode_starts[self.pos] = episode_start
         if self.log_probs is not None:
-            self.log_probs[self.pos] = _numpy(log_prob).flatten()
-        if self.behaviour is not None and behaviour is not None:
-            self.behaviour = tuple(map(self._store_behaviour, self.behaviour, behaviour))
-        if self.corrections is not None and correction is not None:
-            self.corrections[self.pos] = self._rounded(_numpy(correction))
-        self.pos += 1
-        self.full = self.pos == self.buffer_size
+            self.log_probs[self.pos] = acted.log_prob.flatten()
+        if self.behaviour is not None and acted.behaviour is not None:
+            self.behaviour = tuple(map(self._store_behaviour, self.behaviour, acted.behaviour))
+            self._log_std = acted.behaviour[1] if len(acted.behaviour) == 2 else None
+            self._make_recorder()
+        if self.corrections is not None and acted.correction is not None:
+            self.corrections[self.pos] = self._rounded(acted.correction)
 
-    def _allocate(self, behaviour: Behaviour | None, correction: Tensor | None) -> None:
+    def _allocate(self, acted: Acted) -> None:
         """Make room for what describes the behaviour policy of this rollout."""
         steps, kind = (self.buffer_size, self.n_envs), self.precision.numpy_dtype
-        if behaviour is None:
+        if acted.behaviour is None:
             stored = self.precision.log_ratio == "absolute-stored"
             self.log_probs = np.zeros(steps, dtype=kind if stored else np.float32)
-            return
-        # A Gaussian's log_std that does not depend on the state is the same for the whole rollout: one copy serves.
-        self.behaviour = tuple(
-            np.zeros((*steps, x.shape[1]), dtype=kind) if x.ndim == 2 else _numpy(x).astype(kind) for x in behaviour
-        )
-        if correction is not None:
-            self.corrections = np.zeros(steps, dtype=kind)
+        else:
+            # A Gaussian's log_std that does not depend on the state is the same for the whole rollout: one copy serves.
+            self.behaviour = tuple(
+                np.zeros((*steps, x.shape[1]), dtype=kind) if x.ndim == 2 else x.astype(kind) for x in acted.behaviour
+            )
+            self._log_std = acted.behaviour[1] if len(acted.behaviour) == 2 else None
+            if acted.correction is not None:
+                self.corrections = np.zeros(steps, dtype=kind)
+        self._make_recorder()
 
-    def _store_behaviour(self, array: Array, parameter: Tensor) -> Array:
-        values = self._rounded(_numpy(parameter))
+    def _make_recorder(self) -> None:
+        """For rollouts of arrays; one with log_std per step is stored in Python."""
+        behaviour = self.behaviour or (None,)
+        usual = isinstance(self.observations, np.ndarray) and all(x is None or x.ndim != 3 for x in behaviour[1:])
+        if _ISA is None or not usual:
+            self._recorder = None
+            return
+        arrays = [self.observations, self.actions, self.rewards, self.values, self.episode_starts, self.log_probs]
+        self._recorder = _cpu.Recorder(_ISA, self.precision.storage, [*arrays, behaviour[0], self.corrections])
+
+    def _store_behaviour(self, array: Array, parameter: Array) -> Array:
+        values = self._rounded(parameter)
         if array.ndim == 1 and not np.array_equal(array, values):  # a callback has changed log_std within the rollout
             array = np.broadcast_to(array, (self.buffer_size, self.n_envs, len(array))).copy()
         if array.ndim == 3:
@@ -184,6 +276,13 @@ class RolloutBufferFP16(RolloutBuffer):
         """
         next_value = last_values.detach().cpu().numpy().flatten().astype(np.float32)
         continues = 1.0 - dones.astype(np.float32)
+        if _ISA is not None:
+            names = ("rewards", "values", "episode_starts", "advantages", "returns")
+            arrays = {name: getattr(self, name) for name in names}
+            self.saturated["returns"] += _cpu.gae(
+                _ISA, self.precision.storage, arrays, next_value, continues, self.gamma, self.gae_lambda
+            )
+            return
         recurrence = np.zeros(self.n_envs, dtype=np.float32)
         with np.errstate(over="ignore"):  # saturated below
             for step in reversed(range(self.buffer_size)):
@@ -216,7 +315,11 @@ class RolloutBufferFP16(RolloutBuffer):
 
         :return: rows of the arrays' first two dimensions flattened, shape (n_steps * n_envs,)
         """
-        order = np.random.permutation(self.buffer_size * self.n_envs)  # counts through environments first, as SB3 does
+        order: Array = np.random.permutation(
+            self.buffer_size * self.n_envs
+        )  # counts through environments first, as SB3 does
+        if self.n_envs == 1:
+            return order
         rows: Array = order % self.buffer_size * self.n_envs + order // self.buffer_size
         return rows
 

@@ -21,10 +21,11 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, MlpExtr
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import Tensor, nn
 
+from sb3_fp16.buffers import Acted, Array
 from sb3_fp16.distributions import ResidualDistribution, with_residuals
 from sb3_fp16.layers import apply_precision
 from sb3_fp16.precision import Precision
-from sb3_fp16.residuals import MAX_STORED_LOGITS, attach_behaviour
+from sb3_fp16.residuals import MAX_STORED_LOGITS, GaussianBehaviour, LogitsBehaviour, attach_behaviour
 from sb3_fp16.rounding import check_finite
 from sb3_fp16.sharp import SHARP
 
@@ -106,19 +107,19 @@ class Actor(Protocol):
     """What acts in a policy's place, faster than its modules; each method may leave it to them by returning None."""
 
     def check(self) -> None:
-        """Look at the policy anew, after which any part of it may be another."""
+        """Look at the policy anew: any part of it may have been replaced."""
         ...
 
-    def act(self, obs: Tensor, deterministic: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    def act(self, obs: Array, deterministic: bool = False) -> tuple[Array, Acted] | None:
         """
-        See ``HalfPrecisionPolicy.forward``.
+        Actions, and what else ``HalfPrecisionPolicy.forward`` gives.
 
         :param obs: observations, shape (envs, \\*obs)
         :param deterministic: take the mode of the distribution
         """
         ...
 
-    def predict(self, obs: Tensor, deterministic: bool) -> Tensor | None:
+    def predict(self, obs: Array, deterministic: bool) -> Array | None:
         """
         Actions alone.
 
@@ -127,7 +128,7 @@ class Actor(Protocol):
         """
         ...
 
-    def predict_values(self, obs: Tensor) -> Tensor | None:
+    def predict_values(self, obs: Array) -> Array | None:
         """
         See ``HalfPrecisionPolicy.predict_values``.
 
@@ -279,10 +280,10 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         :return: actions, values (FP32, finite) and log-probabilities (FP32), which carry the behaviour policy's
             parameters to the rollout buffer
         """
-        actor = self._actor_in_charge()
-        acted = None if actor is None else actor.act(obs, deterministic)
-        if acted is not None:
-            return acted
+        actor = self._actor_in_charge(obs)
+        result = None if actor is None else actor.act(obs.numpy(), deterministic)
+        if result is not None:
+            return th.from_numpy(result[0]), *_tensors(result[1])
         actions, values, log_prob = super().forward(obs, deterministic)
         if self.absolute_because is None:
             distribution = cast(ResidualDistribution, self.action_dist)
@@ -309,18 +310,22 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         :param obs: observations
         :return: FP32, finite, shape (batch, 1)
         """
-        actor = self._actor_in_charge()
-        values = None if actor is None else actor.predict_values(cast(Tensor, obs))
-        return self.precision.format.saturate(super().predict_values(obs).float()) if values is None else values
+        actor = self._actor_in_charge(obs)
+        values = None if actor is None else actor.predict_values(cast(Tensor, obs).numpy())
+        if values is not None:
+            return th.from_numpy(values)
+        return self.precision.format.saturate(super().predict_values(obs).float())
 
     def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> Tensor:
-        actor = self._actor_in_charge()
-        actions = None if actor is None else actor.predict(cast(Tensor, observation), deterministic)
-        return super()._predict(observation, deterministic) if actions is None else actions
+        actor = self._actor_in_charge(observation)
+        actions = None if actor is None else actor.predict(cast(Tensor, observation).numpy(), deterministic)
+        return super()._predict(observation, deterministic) if actions is None else th.from_numpy(actions)
 
-    def _actor_in_charge(self) -> Actor | None:
-        """None in training mode, and where the caller wants gradients."""
-        return None if self.actor is None or self.training or th.is_grad_enabled() else self.actor
+    def _actor_in_charge(self, obs: PyTorchObs) -> Actor | None:
+        """None in training mode, where the caller wants gradients, and for observations that are no plain array."""
+        if self.actor is None or self.training or th.is_grad_enabled():
+            return None
+        return self.actor if isinstance(obs, Tensor) and obs.device.type == "cpu" and obs.is_contiguous() else None
 
     def set_training_mode(self, mode: bool) -> None:
         """
@@ -382,6 +387,16 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         return {**super()._get_constructor_parameters(), "precision": self.precision.to_dict()}
+
+
+def _tensors(acted: Acted) -> tuple[Tensor, Tensor]:
+    """Values, and log-probabilities that carry the behaviour policy's parameters."""
+    log_prob = th.from_numpy(acted.log_prob)
+    if acted.behaviour is not None:
+        kind = GaussianBehaviour if len(acted.behaviour) == 2 else LogitsBehaviour
+        correction = None if acted.correction is None else th.from_numpy(acted.correction)
+        attach_behaviour(log_prob, kind(*map(th.from_numpy, acted.behaviour)), correction)
+    return th.from_numpy(acted.value), log_prob
 
 
 def _defined_by_user(policy_class: type, name: str) -> bool:

@@ -10,14 +10,17 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
+from stable_baselines3.common.vec_env import VecEnv
+from torch import Tensor
 
 from sb3_fp16 import saving
-from sb3_fp16.buffers import RolloutBufferFP16
+from sb3_fp16.buffers import Acted, Array, RolloutBufferFP16
 from sb3_fp16.engines import Engine, UpdateSettings, UpdateStats, select_engine
-from sb3_fp16.policies import ActorCriticPolicyFP16, HalfPrecisionPolicy, half_precision
+from sb3_fp16.policies import Actor, ActorCriticPolicyFP16, HalfPrecisionPolicy, half_precision
 from sb3_fp16.precision import Precision, PrecisionReport, ReportRow
 from sb3_fp16.scalars import explained_variance
 from sb3_fp16.sharp import SHARP, state_scale_for
@@ -112,6 +115,79 @@ class PPOFP16(PPO):
         """
         self._engine = engine
         engine.policy.actor = engine.actor
+
+    def collect_rollouts(
+        self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
+    ) -> bool:
+        """
+        SB3's own, or the same without tensors where the engine acts for the policy.
+
+        :param env: to step
+        :param callback: called as SB3 calls it, with SB3's local variables
+        :param rollout_buffer: to fill
+        :param n_rollout_steps: of each environment
+        :return: false if the callback has ended training
+        :raises ValueError: for observations, actions and rewards that are not finite
+        """
+        actor = self._original_policy.actor
+        if actor is None or self.use_sde or self.policy is not self._original_policy:
+            return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+        if not isinstance(rollout_buffer, RolloutBufferFP16) or type(rollout_buffer).add is not RolloutBufferFP16.add:
+            return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+        return self._collect_with(actor, env, callback, rollout_buffer, n_rollout_steps)
+
+    def _collect_with(
+        self,
+        actor: Actor,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: RolloutBufferFP16,
+        n_rollout_steps: int,
+    ) -> bool:
+        """The loop of SB3's ``collect_rollouts``."""
+        assert self._last_obs is not None, "No previous observation was provided"
+        self.policy.set_training_mode(False)
+        rollout_buffer.reset()
+        callback.on_rollout_start()
+        box = self.action_space if isinstance(self.action_space, spaces.Box) else None
+        n_steps = 0
+        while n_steps < n_rollout_steps:
+            obs = cast(Array, self._last_obs)
+            obs_tensor = th.as_tensor(obs)
+            actions, acted = actor.act(obs) or self._act_on_torch(obs_tensor)
+            values, log_probs = th.from_numpy(acted.value), th.from_numpy(acted.log_prob)
+            clipped_actions = actions if box is None else np.minimum(np.maximum(actions, box.low), box.high)
+            new_obs, rewards, dones, infos = env.step(clipped_actions)
+            self.num_timesteps += env.num_envs
+            callback.update_locals(locals())
+            if not callback.on_step():
+                return False
+            self._update_info_buffer(infos, dones)
+            n_steps += 1
+            if any(dones):
+                self._bootstrap_truncated(rewards, dones, infos)
+            rollout_buffer.add_step(obs, actions, rewards, cast(Array, self._last_episode_starts), acted)
+            self._last_obs, self._last_episode_starts = cast(Array, new_obs), dones
+        with th.no_grad():
+            values = self.policy.predict_values(th.as_tensor(self._last_obs))
+        rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
+        callback.update_locals(locals())
+        callback.on_rollout_end()
+        return True
+
+    @th.no_grad()
+    def _act_on_torch(self, obs: Tensor) -> tuple[Array, Acted]:
+        actions, values, log_prob = self.policy(obs)
+        return actions.numpy(), Acted.of(values, log_prob)
+
+    @th.no_grad()
+    def _bootstrap_truncated(self, rewards: Array, dones: Array, infos: list[dict[str, Any]]) -> None:
+        """Add the value of the state in which an episode ran out of time (SB3 issue 633)."""
+        for idx, done in enumerate(dones):
+            info = infos[idx]
+            if done and info.get("terminal_observation") is not None and info.get("TimeLimit.truncated", False):
+                terminal_obs, _ = self.policy.obs_to_tensor(info["terminal_observation"])
+                rewards[idx] += self.gamma * float(self.policy.predict_values(terminal_obs)[0])
 
     def train(self) -> None:
         """

@@ -17,12 +17,12 @@ from stable_baselines3.common.distributions import (
 from stable_baselines3.common.torch_layers import FlattenExtractor, MlpExtractor
 from torch import Tensor, nn
 
-from sb3_fp16.buffers import Array, RolloutBufferFP16
+from sb3_fp16.buffers import Acted, Array, RolloutBufferFP16
 from sb3_fp16.distributions import BernoulliFP16, CategoricalFP16, DiagGaussianFP16, MultiCategoricalFP16
 from sb3_fp16.engines.contract import UpdateSettings, UpdateStats
 from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.policies import HalfPrecisionPolicy
-from sb3_fp16.residuals import Behaviour, GaussianBehaviour, LogitsBehaviour, attach_behaviour, log_ratio_bounds
+from sb3_fp16.residuals import log_ratio_bounds
 from sb3_fp16.sharp import SHARP, shared_as
 
 try:
@@ -51,7 +51,7 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.GELU: "gelu",
 }
 _OVERRIDES = ("extract_features", "get_distribution", "predict_values", "_predict")
-_NOT_FINITE, _SATURATED = 1, 2  # flags of an action
+_NOT_FINITE, _SATURATED, _CHANGED = 1, 2, 4  # flags of an action
 
 
 def best_isa() -> str:
@@ -86,7 +86,7 @@ def _obstacles_to_acting(policy: HalfPrecisionPolicy) -> Iterator[str]:
     if type(policy.features_extractor) is not FlattenExtractor or type(policy.mlp_extractor) is not MlpExtractor:
         yield "the policy has an extractor of its own"
     for net in (policy.mlp_extractor.policy_net, policy.mlp_extractor.value_net):
-        modules = list(cast(nn.Sequential, net))
+        modules = list(net)
         if not all(map(_is_linear, modules[::2])) or len(modules) % 2 != 0:
             yield "a hidden layer is no linear layer with a bias"
         unknown = [type(module).__name__ for module in modules[1::2] if _activation(module) is None]
@@ -175,7 +175,7 @@ def _plan_of(policy: HalfPrecisionPolicy) -> dict[str, Any]:
         "log_std": position[id(policy.log_std)] if head == "gaussian" else -1,
         "two_sum": precision.log_ratio == "residual-twosum" and head == "gaussian",
         "round_actions": precision.round_actions,
-        "networks": len(policy.networks),
+        "networks": 1,
         "hands_on": policy.absolute_because is None,
         "corrects": policy.absolute_because is None and head == "gaussian" and not precision.round_actions,
     }
@@ -191,8 +191,7 @@ class NativeActor:
 
     def __init__(self, policy: HalfPrecisionPolicy, isa: str) -> None:
         self.policy, self.isa = policy, isa
-        self._native: _cpu.Actor | None = None
-        self._addresses: list[int] = []
+        self._seen: tuple[Any, ...] = ()
         self.check()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -200,8 +199,14 @@ class NativeActor:
 
     def check(self) -> None:
         """See ``policies.Actor``."""
+        seen = tuple(_traits(self.policy))
+        if seen != self._seen:
+            self._seen = seen
+            self._prepare()
+
+    def _prepare(self) -> None:
         policy = self.policy
-        self._native = None
+        self._native: _cpu.Actor | None = None
         if next(_obstacles_to_acting(policy), None) is not None:
             return
         plan = _plan_of(policy)
@@ -209,72 +214,87 @@ class NativeActor:
         self._parameters = list(policy.parameters())
         self._addresses = [p.data_ptr() for p in self._parameters]
         self._head, self._hands_on = plan["head"], plan["hands_on"]
-        self._noise, self._draws = th.empty(0), list[Tensor]()
-        self._choices = plan["choices"] or [plan["policy"][-1][3]]
+        self._choices: list[int] = plan["choices"] or [plan["policy"][-1][3]]
+        self._set_number_of_draws(1)
+        self._read_log_std()
 
-    def act(self, obs: Tensor, deterministic: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    def act(self, obs: Array, deterministic: bool = False) -> tuple[Array, Acted] | None:
         """See ``policies.Actor``."""
-        result = self._call(obs, None if deterministic else self._draw(len(obs)), True, True)
+        result = self._call(obs, True, True, deterministic)
         if result is None:
             return None
-        actions, values, log_prob, behaviour, correction = result
-        log_prob = th.from_numpy(log_prob)
+        actions, value, log_prob, output, correction = result
+        behaviour = None
         if self._hands_on:
-            mean = th.from_numpy(behaviour)
-            gaussian = self._head == "gaussian"
-            stored: Behaviour = GaussianBehaviour(mean, self._log_std()) if gaussian else LogitsBehaviour(mean)
-            attach_behaviour(log_prob, stored, None if correction is None else th.from_numpy(correction))
-        return self._actions(actions), th.from_numpy(values), log_prob
+            behaviour = (output,) if self._log_std is None else (output, self._log_std)
+        return self._shaped(actions), Acted(value, log_prob, behaviour, correction)
 
-    def predict(self, obs: Tensor, deterministic: bool) -> Tensor | None:
+    def predict(self, obs: Array, deterministic: bool) -> Array | None:
         """See ``policies.Actor``."""
-        result = self._call(obs, None if deterministic else self._draw(len(obs)), True, False)
-        return None if result is None else self._actions(result[0])
+        result = self._call(obs, True, False, deterministic)
+        return None if result is None else self._shaped(result[0])
 
-    def predict_values(self, obs: Tensor) -> Tensor | None:
+    def predict_values(self, obs: Array) -> Array | None:
         """See ``policies.Actor``."""
-        result = self._call(obs, None, False, True)
-        return None if result is None else th.from_numpy(result[1])
+        result = self._call(obs, False, True, True)
+        return None if result is None else result[1]
 
-    def _call(self, obs: Tensor, noise: Array | None, actions: bool, values: bool) -> tuple[Any, ...] | None:
+    def _call(self, obs: Array, actions: bool, values: bool, deterministic: bool) -> tuple[Any, ...] | None:
         native = self._native
-        if native is None or obs.dtype not in (th.float32, th.float64):
+        if native is None or obs.dtype.char not in "fd":
             return None
         if [p.data_ptr() for p in self._parameters] != self._addresses:
             self.check()
-            return self._call(obs, noise, actions, values)
-        flags, *result = native.act(obs.contiguous().numpy(), noise, actions, values)
-        if flags & _NOT_FINITE:
-            return None  # torch's way says what is wrong
-        if flags & _SATURATED:
-            self.policy.warn_if_saturated(obs, "observation")
+            return self._call(obs, actions, values, deterministic)
+        flags, *result = native.act(obs, None if deterministic else self._draw(len(obs)), actions, values)
+        if flags:
+            if flags & _NOT_FINITE:
+                return None  # torch's way says what is wrong
+            if flags & _CHANGED:
+                self._read_log_std()
+            if flags & _SATURATED:
+                cast(Any, self.policy).warn_if_saturated(th.from_numpy(obs), "observation")
         return tuple(result)
+
+    def _set_number_of_draws(self, envs: int) -> None:
+        self._envs = envs
+        noise = th.empty(envs * sum(self._choices))
+        self._noise = noise.numpy()
+        draws = th.split(noise, [envs * n for n in self._choices])
+        kind = {"gaussian": "normal_", "categorical": "exponential_", "bernoulli": "uniform_"}[self._head]
+        self._draws = [getattr(part, kind) for part in draws]
 
     def _draw(self, envs: int) -> Array:
         """
         Random numbers for one step, drawn as torch's own distributions draw them: standard normal, or exponential for
         each categorical choice (``multinomial`` takes the largest p/e), or uniform.
         """
-        if len(self._noise) != envs * sum(self._choices):
-            self._noise = th.empty(envs * sum(self._choices))
-            self._draws = list(self._noise.split([envs * n for n in self._choices]))
-        for draws in self._draws:
-            if self._head == "gaussian":
-                draws.normal_()
-            elif self._head == "categorical":
-                draws.exponential_()
-            else:
-                draws.uniform_()
-        return self._noise.numpy()
+        if envs != self._envs:
+            self._set_number_of_draws(envs)
+        for draw in self._draws:
+            draw()
+        return self._noise
 
-    def _log_std(self) -> Tensor:
-        return self.policy.log_std.detach().float()
+    def _read_log_std(self) -> None:
+        self._log_std: Array | None = None
+        if self._head == "gaussian":
+            self._log_std = cast(Tensor, self.policy.log_std).detach().float().numpy().copy()
 
-    def _actions(self, actions: Array) -> Tensor:
-        tensor = th.from_numpy(actions)
+    def _shaped(self, actions: Array) -> Array:
         if self._head == "categorical":
-            tensor = tensor.long()
-        return tensor.view(-1, *cast("tuple[int, ...]", self.policy.action_space.shape))
+            actions = actions.astype(np.int64)
+        return actions.reshape(-1, *cast("tuple[int, ...]", self.policy.action_space.shape))
+
+
+def _traits(policy: HalfPrecisionPolicy) -> Iterator[Any]:
+    """What tells whether a policy may still be acted for as before, short of its weights."""
+    yield type(policy.action_dist)
+    waiting: list[nn.Module] = [policy]
+    while waiting:
+        module = waiting.pop()
+        yield from (id(module), type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        yield from ((id(p), p.data_ptr()) for p in module._parameters.values() if p is not None)
+        waiting += [child for child in module._modules.values() if child is not None]
 
 
 def _nothing() -> None:
@@ -338,13 +358,13 @@ class NativeEngine(EagerEngine):
             return -(-columns // 16) * 16
 
         plan = self._plan()
-        shapes = [shape[2:] for net in ("policy", "value") for shape in plan[net]]
-        largest = max(p.numel() for p in self.policy.parameters())
+        shapes = [layer[2:4] for net in ("policy", "value") for layer in plan[net]]
+        outputs = plan["policy"][-1][3]
         return {
-            "weight tiles": sum(o * padded(i) + i * padded(o) for i, o in shapes),
-            "gradients": sum(o * padded(i) + padded(o) for i, o in shapes),
-            "activations and signals": self.batch_size * sum(2 * padded(o) for _, o in shapes),
-            "SHARP scratch": 8 * (largest + 16),
+            "weight tiles": sum(o * padded(i) + i * padded(o) + padded(o) for i, o in shapes),
+            "gradients": sum(o * padded(i) + i * padded(o) + padded(o) for i, o in shapes),
+            "activations and signals": padded(self.batch_size) * sum(2 * padded(o) for _, o in shapes),
+            "samples": padded(self.batch_size) * (4 * outputs + 8 + padded(shapes[0][0])),
         }
 
     def _settings(self, rollout: RolloutBufferFP16, settings: UpdateSettings) -> dict[str, Any]:
