@@ -114,6 +114,9 @@ class RolloutBufferFP16(RolloutBuffer):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)!r}; expected a finite number.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_recorder": None}  # which refers to memory; copies do without until their next rollout
+
     def reset(self) -> None:
         """Empty the buffer."""
         steps, kind = (self.buffer_size, self.n_envs), self.precision.numpy_dtype
