@@ -24,7 +24,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.update
+	$(BIN)/python -m benchmarks.cpu
 	$(BIN)/python -m benchmarks.state_bytes
 	$(BIN)/python -m benchmarks.stress
 

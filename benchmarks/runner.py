@@ -16,6 +16,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_fp16 import PPOFP16
 from sb3_fp16.buffers import RolloutBufferFP16
@@ -93,19 +94,19 @@ class UpdateTimes(BaseCallback):
         return True
 
 
-def make_model(method: str, env_id: str, seed: int, **settings: Any) -> PPO:
+def make_model(method: str, env: str | VecEnv, seed: int, **settings: Any) -> PPO:
     """
     An untrained model.
 
     :param method: ``sb3`` for SB3's own PPO, else the precision of PPOFP16
-    :param env_id: task
+    :param env: task, or environments of it
     :param seed: of the run
     :param settings: PPO's arguments
     """
     settings = {"device": "cpu", **settings}
     if method == "sb3":
-        return PPO("MlpPolicy", env_id, seed=seed, **settings)
-    return PPOFP16("MlpPolicy", env_id, seed=seed, precision=method, **settings)
+        return PPO("MlpPolicy", env, seed=seed, **settings)
+    return PPOFP16("MlpPolicy", env, seed=seed, precision=method, **settings)
 
 
 def train(

@@ -1,45 +1,61 @@
 """
-Put the committed results into README.md and docs/images; ``--check`` only says whether they are there.
+Put the committed results into README.md and docs; ``--check`` only says whether they are there.
 
 ``python -m benchmarks.tables``
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import halfcheetah, state_bytes, update
+from benchmarks import cpu, halfcheetah, state_bytes
 from benchmarks.runner import read_csv
 
-README = Path(__file__).parent.parent / "README.md"
-IMAGE = README.parent / "docs" / "images" / "halfcheetah.png"
-TABLES = {"halfcheetah": halfcheetah, "state_bytes": state_bytes, "update": update}
+ROOT = Path(__file__).parent.parent
+README, DETAILS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+IMAGE = ROOT / "docs" / "images" / "halfcheetah.png"
+# Results file and what makes Markdown of its rows, by the page and the name in its marks.
+PAGES: dict[Path, dict[str, tuple[Path, Callable[..., str]]]] = {
+    README: {
+        "halfcheetah": (halfcheetah.FILE, halfcheetah.table),
+        "state_bytes": (state_bytes.FILE, state_bytes.table),
+        **{name: (cpu.PARTS[name].file, cpu.PARTS[name].table) for name in ("update", "end_to_end")},
+    },
+    DETAILS: {name: (cpu.PARTS[name].file, cpu.PARTS[name].table) for name in ("tasks", "widths", "scaling", "memory")},
+}
 
 
-def filled(text: str) -> str:
+def filled(page: Path) -> str:
     """
-    The text with each table made anew from its results file.
+    The text of a page with each table made anew from its results file.
 
-    :param text: with marks ``<!-- name --> ... <!-- end -->``
+    :param page: with marks ``<!-- name --> ... <!-- end -->``
+    :raises ValueError: if it lacks one
     """
-    for name, module in TABLES.items():
+    text = page.read_text()
+    for name, (file, table) in PAGES[page].items():
         start, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, mark, rest = text.partition(start)
         if not mark or end not in rest:
-            raise ValueError(f"README.md has no place for the table {name}: {start}{end}")
-        text = before + start + module.table(read_csv(module.FILE)) + "\n" + rest[rest.index(end) :]
+            raise ValueError(f"{page.name} has no place for the table {name}: {start}{end}")
+        text = before + start + table(read_csv(file)) + "\n" + rest[rest.index(end) :]
     return text
 
 
 def main() -> None:
     """Write, or check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if README.md is not up to date")
-    text = README.read_text()
-    if parser.parse_args().check:
-        sys.exit(0 if filled(text) == text else "README.md is not what the results give: run benchmarks.tables")
-    README.write_text(filled(text))
-    halfcheetah.draw(read_csv(halfcheetah.FILE), IMAGE)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is not up to date")
+    check = parser.parse_args().check
+    for page in PAGES:
+        text = filled(page)
+        if not check:
+            page.write_text(text)
+        elif text != page.read_text():
+            sys.exit(f"{page.name} is not what the results give: run benchmarks.tables")
+    if not check:
+        halfcheetah.draw(read_csv(halfcheetah.FILE), IMAGE)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ def test_readme_code_runs(number, tmp_path, monkeypatch):
     exec(compile(code, f"README block {number}", "exec"), {})
 
 
-def test_readme_tables_are_the_committed_results():
-    assert tables.filled(README) == README
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_are_the_committed_results(page):
+    assert tables.filled(page) == page.read_text()
 
 
 def test_readme_figures_of_the_stress_test():
