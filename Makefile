@@ -6,13 +6,19 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test check format bench reproduce
+# What `make sanitize` runs, as arguments of pytest.
+NATIVE_TESTS ?= tests/test_native.py -m "not slow and not gpu"
+
+.PHONY: demo test sanitize check format bench reproduce
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+sanitize: $(READY)
+	BIN=$(BIN) .ci/sanitize $(NATIVE_TESTS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

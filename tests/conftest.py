@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -6,6 +9,13 @@ from gymnasium import spaces
 from stable_baselines3.common.logger import Logger
 
 th.set_num_threads(1)
+
+if os.environ.get("SB3_FP16_SANITIZE") == "1":  # make sanitize: with any other module the tests would prove nothing
+    from sb3_fp16 import _cpu
+
+    module = Path(_cpu.__file__).read_bytes()
+    if not (b"__asan_init" in module and b"__ubsan_handle" in module):
+        raise pytest.UsageError(f"{_cpu.__file__} is no sanitized build")
 
 
 class Toy(gym.Env):

@@ -246,32 +246,82 @@ def test_discrete_actions_run_eager(toy):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_halves_convert_exactly(isa):
-    floats = _cpu.to_float(isa, HALVES)
+def test_halves_load_exactly(isa):
+    floats = _cpu.load(isa, "fp16", HALVES)
     exact = HALVES.view(np.float16).astype(np.float32)
     number = ~np.isnan(exact)  # what a NaN carries is nobody's business
     np.testing.assert_array_equal(floats[number].view(np.uint32), exact[number].view(np.uint32))
     assert np.isnan(floats[~number]).all()
-    words = np.random.default_rng(0).integers(0, 2**32, 1 << 22, dtype=np.uint32)
-    ties = (floats.view(np.uint32)[:, None].astype(np.int64) + np.array([-1, 0, 1, 0xFFF, 0x1000, 0x1001])).ravel()
-    for x in (words.view(np.float32), (ties % 2**32).astype(np.uint32).view(np.float32)):
-        with np.errstate(all="ignore"):
-            expected = x.astype(np.float16)
-        ours = _cpu.to_half(isa, x).view(np.float16)
-        nan = np.isnan(expected)
-        np.testing.assert_array_equal(ours[~nan].view(np.uint16), expected[~nan].view(np.uint16))
-        assert np.isnan(ours[nan]).all()
+
+
+INFINITE_HALF, INFINITE_FLOAT = 0x7C00, 0x7F800000  # words; those above are NaNs
+NEGATIVE = np.uint32(2**31)
+NUMBERS = HALVES[: INFINITE_HALF + 1].view(np.float16).astype(np.float32).view(np.uint32)  # halves from 0 to infinity
+
+
+def nearest_halves():
+    """
+    Words of the first and the last float that round to each half from 0 to infinity; these intervals hold every word
+    from 0 to INFINITE_FLOAT once. They end at the midpoints of neighbouring halves, which are floats themselves; a
+    midpoint belongs to the even neighbour.
+    """
+    exact = NUMBERS.view(np.float32).astype(np.float64)
+    exact[-1] = 65536  # overflow begins where it would round to the next half, were there one
+    midpoints = ((exact[1:] + exact[:-1]) / 2).astype(np.float32).view(np.uint32).astype(np.int64)
+    first = np.concatenate([[0], midpoints + HALVES[1 : INFINITE_HALF + 1] % 2])
+    return first, np.concatenate([first[1:] - 1, [INFINITE_FLOAT]])
+
+
+def rounded(isa, words):
+    return _cpu.rounded(isa, "fp16", words.view(np.float32)).view(np.uint32)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_floats_round_to_the_nearest_half(isa):
+    """
+    Both ends of every interval that rounds to one half, and a float inside. It settles all floats if the rounding is
+    monotone, and it is: F16C's by IEEE 754; ours adds and masks words, or adds a constant in FP32, and the branches
+    meet at ends of intervals. The slow test below presumes nothing.
+    """
+    first, last = nearest_halves()
+    inside = first + ((last - first) * np.random.default_rng(0).random(len(first))).astype(np.int64)
+    words, expected = np.concatenate([first, last, inside]).astype(np.uint32), np.tile(NUMBERS, 3)
+    words, expected = np.concatenate([words, words | NEGATIVE]), np.concatenate([expected, expected | NEGATIVE])
+    np.testing.assert_array_equal(rounded(isa, words), expected)
+    halves = np.zeros(len(words), np.uint16)
+    stored = np.abs(expected.view(np.float32)) < np.inf
+    _cpu.store(isa, "fp16", words[stored].view(np.float32), halves[: stored.sum()])
+    np.testing.assert_array_equal(
+        halves[: stored.sum()], expected[stored].view(np.float32).astype(np.float16).view(np.uint16)
+    )
+    with np.errstate(over="ignore", under="ignore"):  # the intervals are numpy's, too
+        numpys = words.view(np.float32).astype(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(numpys.view(np.uint32), expected)
+    for start in range(0, len(words), 10_007):  # whatever is left over after whole registers
+        for count in range(40):
+            some = slice(start, start + count)
+            np.testing.assert_array_equal(rounded(isa, words[some]), expected[some])
+    nans = (np.arange(0x7F80, 0x8000)[:, None] * 2**16 + [1, 0x1FFF, 0x2000, 0xFFFF]).ravel().astype(np.uint32)
+    assert np.isnan(rounded(isa, np.concatenate([nans, nans | NEGATIVE])).view(np.float32)).all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
-def test_all_floats_convert_to_halves_as_numpy_does(isa):
-    for start in range(0, 2**32, 1 << 26):
-        x = np.arange(start, start + (1 << 26), dtype=np.uint64).astype(np.uint32).view(np.float32)
-        with np.errstate(all="ignore"):
-            expected = x.astype(np.float16)
-        ours = _cpu.to_half(isa, x).view(np.float16)
-        assert ((ours.view(np.uint16) == expected.view(np.uint16)) | (np.isnan(ours) & np.isnan(expected))).all()
+def test_all_floats_round_to_the_nearest_half(isa):
+    """All 2^32 words."""
+    first, last = nearest_halves()
+    assert (first <= last).all()
+    assert (last - first + 1).sum() == INFINITE_FLOAT + 1
+    size = 2**20
+    words = np.arange(size, dtype=np.uint32)
+    for sign in (np.uint32(0), NEGATIVE):
+        for start in range(0, 2**31, size):
+            results = rounded(isa, words + (np.uint32(start) | sign))
+            counts = np.clip(last + 1, start, start + size) - np.clip(first, start, start + size)
+            expected = np.repeat(NUMBERS | sign, counts)
+            numbers, nans = np.split(results, [len(expected)])
+            assert np.array_equal(numbers, expected), hex(start)
+            assert ((nans & 0x7FFFFFFF) > INFINITE_FLOAT).all(), hex(start)
 
 
 @pytest.mark.parametrize("isa", ISAS)
