@@ -1,20 +1,24 @@
 """The native engine against the reference: same rollout, same order of minibatches, every instruction set."""
 
 import itertools
+import math
 import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
 from sb3_fp16 import PPOFP16, SHARP, Precision
 from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.engines.native import NativeEngine
+from sb3_fp16.rounding import FORMATS
 from sb3_fp16.sharp import ROOT_ROUNDING, SHARING, WRITEBACK
 from tests.test_engines import collected
 
@@ -50,6 +54,14 @@ def logged(model):
 
 
 BOUNDS = {"fp16": 0.05, "fp32": 1e-3}
+ACTIONS = {
+    "box": spaces.Box(-1, 1, (3,)),
+    "discrete": spaces.Discrete(5),
+    "multidiscrete": spaces.MultiDiscrete([3, 2, 4]),
+    "multibinary": spaces.MultiBinary(4),
+}
+PRESETS = sorted(set(Precision.presets) - {"naive-fp16"})  # which is no more than PyTorch's own operations
+ACTIVATIONS = [nn.Tanh, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, partial(nn.GELU, "tanh"), partial(nn.ELU, 0.5)]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -64,6 +76,49 @@ def test_twenty_minibatches(toy, isa, precision, net_arch):
     ours = logged(native)
     for key, value in logged(eager).items():
         assert ours[key] == pytest.approx(value, rel=0.02, abs=2e-3, nan_ok=True), key
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("precision", PRESETS)
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_every_preset_with_every_head(toy, isa, precision, actions):
+    """With an entropy bonus, whose gradient depends on the state where actions are discrete."""
+    settings = {"n_steps": 320, "n_epochs": 4, "ent_coef": 0.05, "batch_size": 60, "learning_rate": 1e-3}
+    before, eager, native = both(partial(toy, ACTIONS[actions]), isa, precision=precision, **settings)
+    assert distance(before, eager, native) < BOUNDS.get(precision, 0.05)
+    ours = logged(native)
+    for key, value in logged(eager).items():
+        assert ours[key] == pytest.approx(value, rel=0.02, abs=2e-3, nan_ok=True), key
+    dtype = native.precision.dtype
+    assert {p.dtype for p in native.policy.parameters()} == {dtype}
+    of_state = {v.dtype for s in native.policy.optimizer.state.values() for k, v in s.items() if k.endswith("moment")}
+    assert of_state <= {dtype}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "bf16-sr", "e5m6", "amp-fp16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_every_activation(toy, isa, precision, activation):
+    kwargs = {"activation_fn": activation, "net_arch": [33, 20]}
+    settings = {"n_steps": 256, "n_epochs": 4, "batch_size": 50, "learning_rate": 1e-3, "policy_kwargs": kwargs}
+    before, eager, native = both(toy, isa, precision=precision, **settings)
+    assert distance(before, eager, native) < BOUNDS.get(precision, 0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "paper", "bf16-sr", "fp32", "amp-fp16"])
+@pytest.mark.parametrize("actions", ACTIONS)
+@pytest.mark.parametrize("net_arch", [[], [7], [100, 64, 512]], ids=str)
+def test_heads_on_every_shape(toy, precision, actions, net_arch):
+    settings = {"n_steps": 150, "n_epochs": 4, "batch_size": 64, "policy_kwargs": {"net_arch": net_arch}}
+    before, eager, native = both(partial(toy, ACTIONS[actions]), precision=precision, ent_coef=0.01, **settings)
+    assert distance(before, eager, native) < BOUNDS.get(precision, 0.05)
+
+
+def test_many_choices_keep_the_log_probability_alone(toy):
+    """More logits than a rollout stores."""
+    before, eager, native = both(partial(toy, spaces.Discrete(300)), n_epochs=4, ent_coef=0.01)
+    assert native.rollout_buffer.behaviour is None
+    assert distance(before, eager, native) < 0.05
 
 
 @pytest.mark.parametrize("precision", BOUNDS)
@@ -201,18 +256,38 @@ def test_a_user_can_interrupt_between_minibatches(toy, monkeypatch):
     assert np.isfinite(model.policy.parameters_to_vector()).all()
 
 
+class OwnActivation(nn.Module):
+    def forward(self, x):
+        return x.clamp(-1, 1)
+
+
+class OwnDistribution(ActorCriticPolicy):
+    def _get_action_dist_from_latent(self, latent_pi):
+        return super()._get_action_dist_from_latent(latent_pi)
+
+
+class OwnFeatures(ActorCriticPolicy):
+    def extract_features(self, obs, features_extractor=None):
+        return super().extract_features(obs, features_extractor)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"precision": "paper"}, "precision paper"),
-        ({"policy_kwargs": {"activation_fn": nn.ReLU}}, "not tanh"),
-        ({"policy_kwargs": {"optimizer_class": th.optim.SGD}}, "SGD"),
-        ({"use_sde": True}, "no plain Gaussian"),
+        ({}, None),
         ({"policy_kwargs": {"share_features_extractor": False}}, None),
+        ({"precision": "naive-fp16"}, "leaves out module A"),
+        ({"precision": Precision(storage="fp32", round_actions=False)}, "sharp on fp32 storage"),
+        ({"precision": Precision(optimizer="adam")}, "adam on fp16 storage"),
+        ({"policy_kwargs": {"activation_fn": OwnActivation}}, "activation OwnActivation"),
+        ({"policy_kwargs": {"optimizer_class": th.optim.SGD}}, "SGD"),
+        ({"use_sde": True}, "StateDependentNoiseFP16"),
+        ({"policy": OwnDistribution}, "overrides _get_action_dist_from_latent"),
+        ({"policy": OwnFeatures}, "overrides extract_features"),
     ],
 )
 def test_why_another_engine_serves(toy, capsys, settings, reason):
-    model = PPOFP16("MlpPolicy", toy(), device="cpu", verbose=1, **settings)
+    model = PPOFP16(**{"policy": "MlpPolicy", "env": toy(), "device": "cpu", "verbose": 1, **settings})
     printed = capsys.readouterr().out
     assert model.engine.name == ("native" if reason is None else "eager")
     assert (reason or "one C++ call per update") in printed
@@ -239,10 +314,6 @@ def test_changes_after_the_choice_are_seen(toy, change):
         model.train()
     assert distance(before, *models) < 0.05
     assert th.equal(kept, models[0].policy.mlp_extractor.policy_net[2].weight) == (change == "frozen")
-
-
-def test_discrete_actions_run_eager(toy):
-    assert "no plain Gaussian" in PPOFP16("MlpPolicy", toy(spaces.Discrete(3)), device="cpu").engine.reason
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -325,26 +396,49 @@ def test_all_floats_round_to_the_nearest_half(isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("name", "bound"), [("tanh", 4e-7), ("exp", 3e-7), ("expm1", 5e-7)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("tanh", 4e-7), ("exp", 3e-7), ("expm1", 5e-7), ("log", 3e-7), ("log1p", 3e-7)]
+)
 def test_elementary_functions(isa, name, bound):
     """Far below half a unit of FP16 (2.4e-4), and the same bits for every instruction set."""
     small = np.exp2(np.linspace(-24, 4, 200_000))
     x = np.concatenate([small, -small, np.linspace(-80, 80, 200_000)]).astype(np.float32)
+    x = x[x > {"log": 0, "log1p": -1}.get(name, -np.inf)]
     ours = _cpu.elementwise(isa, name, x)
     exact = getattr(np, name)(x.astype(np.float64))
     assert np.max(np.abs(ours - exact) / np.maximum(np.abs(exact), 1e-30)) < bound
     np.testing.assert_array_equal(ours, _cpu.elementwise("portable", name, x))
-    special = _cpu.elementwise(isa, name, np.array([0.0, -np.inf, np.inf, np.nan], np.float32))
-    assert special[0] == (1 if name == "exp" else 0)
-    assert np.isnan(special[3])
-    assert special[1] == pytest.approx({"tanh": -1, "exp": 0, "expm1": -1}[name], abs=1e-30)
-    if name == "tanh":
-        assert special[2] == 1
+    zero, below, above, nan = _cpu.elementwise(isa, name, np.array([0.0, -np.inf, np.inf, np.nan], np.float32))
+    assert np.isnan(nan)
+    if name in ("tanh", "exp", "expm1"):
+        assert zero == (1 if name == "exp" else 0)
+        assert below == pytest.approx({"tanh": -1, "exp": 0, "expm1": -1}[name], abs=1e-30)
+    assert above == {"tanh": 1, "log": np.inf, "log1p": np.inf}.get(name, above)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_error_function(isa):
+    x = np.concatenate([np.linspace(-6, 6, 100_000), np.exp2(np.linspace(-24, 2, 100_000))]).astype(np.float32)
+    exact = np.array([math.erf(v) for v in x.tolist()])
+    np.testing.assert_allclose(_cpu.elementwise(isa, "erf", x), exact, rtol=4e-7, atol=0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("storage", ["bf16", "e5m9", "e5m8", "e5m7", "e5m6", "e5m5"])
+def test_other_formats_round_as_the_reference_does(isa, storage):
+    words = np.random.default_rng(0).integers(0, 2**32, 1 << 20, dtype=np.uint32)
+    bits = FORMATS[storage].significand_bits
+    near_ties = (np.arange(2**16, dtype=np.uint32)[:, None] << 16) + (1 << (22 - bits)) + np.arange(-1, 2)
+    for x in (words.view(np.float32), near_ties.astype(np.uint32).ravel().view(np.float32)):
+        x = x[np.isfinite(x)]
+        expected = FORMATS[storage].round(th.from_numpy(x)).float().numpy()
+        np.testing.assert_array_equal(_cpu.rounded(isa, storage, x), expected)
+    assert np.isnan(_cpu.rounded(isa, storage, np.array([np.nan], np.float32)))
 
 
 def test_unknown_instruction_sets_are_refused():
     with pytest.raises(ValueError, match="does not support"):
-        _cpu.to_half("sse9", np.zeros(3, np.float32))
+        _cpu.rounded("sse9", "fp16", np.zeros(3, np.float32))
 
 
 def test_without_the_native_module_everything_runs_on_torch():

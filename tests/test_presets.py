@@ -11,6 +11,7 @@ from gymnasium import spaces
 from torch import nn
 
 from sb3_fp16 import PPOFP16, ActorCriticPolicyFP16, Precision
+from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.layers import LayerRule
 from sb3_fp16.rounding import FORMATS
 from tests.test_everything_trains import environment, train
@@ -47,9 +48,13 @@ def allow_crash(allowed):
     assert not complaint or (allowed and "made parameters infinite or NaN" in complaint), complaint
 
 
+@pytest.mark.parametrize("engine", ["eager", "chosen"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_what_is_stored(toy, name):
-    model = PPOFP16("MlpPolicy", toy(), n_steps=64, n_epochs=2, seed=0, device="cpu", precision=name).learn(128)
+def test_what_is_stored(toy, name, engine):
+    model = PPOFP16("MlpPolicy", toy(), n_steps=64, n_epochs=2, seed=0, device="cpu", precision=name)
+    if engine == "eager":
+        model.use_engine(EagerEngine(model.policy, 64))
+    model.learn(128)
     wanted = stored_dtype(name)
     for p in model.policy.parameters():
         assert p.dtype == wanted
@@ -59,7 +64,9 @@ def test_what_is_stored(toy, name):
         carried = p is model.policy.log_std and model.precision.log_std_writeback in ("residual", "swallowed")
         assert ("carry" in state) == (carried and model.precision.optimizer == "sharp")
         if name in SHORT:
-            for values in (p, p.grad, state["first_moment"], state["root_second_moment"]):
+            gradients = [] if p.grad is None else [p.grad]
+            assert len(gradients) == (engine == "eager")
+            for values in (p, *gradients, state["first_moment"], state["root_second_moment"]):
                 assert on_the_grid(values.detach(), name)
     numpy_dtype = {th.float16: np.float16, th.bfloat16: ml_dtypes.bfloat16, th.float32: np.float32}[wanted]
     for key, array in model.rollout_buffer.arrays().items():
