@@ -21,7 +21,7 @@ struct LayerSpace {
     Floats signal;           // [batch][out], gradient of the output, then of the product
     Floats weight_gradient;  // [out][in]
     Floats bias_gradient;
-    Floats turned;           // [in][out], of the weight gradient
+    Floats turned;           // [in][out], of the weight gradient, where that needs less padding
 };
 
 struct NetworkSpace {
@@ -85,7 +85,7 @@ struct Model {
 
     Model(const Plan& plan_, int64_t batch_, bool trains)
         : plan(plan_), storage(plan.significand_bits), compute(plan.significand_bits), batch(batch_),
-          observation_size(plan.policy.front().inputs), input_stride(padded(observation_size)) {
+          observation_size(plan.policy.front().inputs), input_stride(spaced(observation_size)) {
         input = zeros(batch * input_stride);
         reserve(policy, plan.policy, trains), reserve(value, plan.value, trains);
         if (plan.log_std >= 0) log_std = zeros(padded(parameter(plan.log_std).rows));
@@ -96,7 +96,7 @@ struct Model {
     void reserve(NetworkSpace& space, const Network& network, bool trains) {
         for (const Layer& shape : network) {
             LayerSpace layer{};
-            layer.shape = shape, layer.in_stride = padded(shape.inputs), layer.out_stride = padded(shape.outputs);
+            layer.shape = shape, layer.in_stride = spaced(shape.inputs), layer.out_stride = spaced(shape.outputs);
             layer.transposed = zeros(shape.inputs * layer.out_stride);
             layer.bias = zeros(layer.out_stride);
             layer.output = zeros(batch * layer.out_stride);
@@ -106,7 +106,8 @@ struct Model {
                 layer.signal = zeros(batch * layer.out_stride);
                 layer.weight_gradient = zeros(shape.outputs * layer.in_stride);
                 layer.bias_gradient = zeros(layer.out_stride);
-                layer.turned = zeros(shape.inputs * layer.out_stride);
+                const bool turns = shape.outputs * padded(shape.inputs) > shape.inputs * padded(shape.outputs);
+                if (turns) layer.turned = zeros(shape.inputs * layer.out_stride);
             }
             space.layers.push_back(std::move(layer));
         }
@@ -146,7 +147,7 @@ struct Model {
         int64_t x_stride = input_stride;
         for (LayerSpace& layer : space.layers) {
             Product product{{x, x_stride, 1}, layer.transposed.data(), layer.out_stride, layer.bias.data(),
-                            layer.output.data(), layer.out_stride, count, layer.shape.inputs, layer.out_stride};
+                            layer.output.data(), layer.out_stride, count, layer.shape.inputs, padded(layer.shape.outputs)};
             if (layer.shape.outputs <= NARROW) {
                 product.columns = layer.shape.outputs;
                 multiply_narrow(compute, product, layer.weight.data(), layer.in_stride);
@@ -193,20 +194,20 @@ struct Model {
             if (l == 0) return;
             LayerSpace& below = space.layers[l - 1];
             multiply(compute, {{layer.signal.data(), layer.out_stride, 1}, layer.weight.data(), layer.in_stride, nullptr,
-                               below.signal.data(), below.out_stride, count, layer.shape.outputs, below.out_stride});
+                               below.signal.data(), below.out_stride, count, layer.shape.outputs, padded(below.shape.outputs)});
         }
     }
 
     // Gradient of the weights: signalᵀ·x, or xᵀ·signal turned around where padding would cost more.
     void weigh(LayerSpace& layer, const float* x, int64_t x_stride, int64_t count) {
         const Layer& s = layer.shape;
-        if (s.outputs * layer.in_stride <= s.inputs * layer.out_stride) {
+        if (layer.turned.empty()) {
             multiply(compute, {{layer.signal.data(), 1, layer.out_stride}, x, x_stride, nullptr, layer.weight_gradient.data(),
-                               layer.in_stride, s.outputs, count, layer.in_stride});
+                               layer.in_stride, s.outputs, count, padded(s.inputs)});
             return;
         }
         multiply(compute, {{x, 1, x_stride}, layer.signal.data(), layer.out_stride, nullptr, layer.turned.data(),
-                           layer.out_stride, s.inputs, count, layer.out_stride});
+                           layer.out_stride, s.inputs, count, padded(s.outputs)});
         transpose(layer.turned.data(), layer.out_stride, s.inputs, s.outputs, layer.weight_gradient.data(), layer.in_stride);
     }
 

@@ -7,6 +7,12 @@ constexpr int PAD = 16;
 
 SB3_FP16_LANE int64_t padded(int64_t columns) { return (columns + PAD - 1) / PAD * PAD; }
 
+// A row's length that keeps neighbouring rows out of each other's cache set.
+SB3_FP16_LANE int64_t spaced(int64_t columns) {
+    const int64_t length = padded(columns);
+    return length % 256 ? length : length + PAD;
+}
+
 // An element of A lies at data[row · row_stride + k · inner_stride], so that A may be a transpose.
 struct Matrix {
     const float* data;
@@ -61,7 +67,7 @@ static void multiply(const Format format, const Product& p) {
     for (; column < p.columns; column += WIDTH) column_of_tiles<1>(format, p, column);
 }
 
-// The same product for few columns, from B's transpose: each element is summed in PAD lanes.
+// The same product for few columns, from B's transpose: each element is summed in the lanes of a register.
 template <class Format>
 static void multiply_narrow(const Format format, const Product& p, const float* b_transposed, int64_t b_stride) {
     for (int64_t row = 0; row < p.rows; ++row)
@@ -73,26 +79,32 @@ static void multiply_narrow(const Format format, const Product& p, const float* 
         }
 }
 
-// to[column][row] = from[row][column]: four by four in registers, the rest one by one.
+// to[column][row] = from[row][column]: four by four in registers, in blocks that stay in the cache.
 typedef float Quad __attribute__((vector_size(16)));
 typedef int32_t QuadIndex __attribute__((vector_size(16)));
 
+SB3_FP16_LANE void transpose_quads(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+    Quad x[4];
+    for (int k = 0; k < 4; ++k) memcpy(&x[k], from + k * from_stride, sizeof(Quad));
+    const Quad low01 = __builtin_shuffle(x[0], x[1], QuadIndex{0, 4, 1, 5});
+    const Quad low23 = __builtin_shuffle(x[2], x[3], QuadIndex{0, 4, 1, 5});
+    const Quad high01 = __builtin_shuffle(x[0], x[1], QuadIndex{2, 6, 3, 7});
+    const Quad high23 = __builtin_shuffle(x[2], x[3], QuadIndex{2, 6, 3, 7});
+    const Quad y[4] = {__builtin_shuffle(low01, low23, QuadIndex{0, 1, 4, 5}),
+                       __builtin_shuffle(low01, low23, QuadIndex{2, 3, 6, 7}),
+                       __builtin_shuffle(high01, high23, QuadIndex{0, 1, 4, 5}),
+                       __builtin_shuffle(high01, high23, QuadIndex{2, 3, 6, 7})};
+    for (int k = 0; k < 4; ++k) memcpy(to + k * to_stride, &y[k], sizeof(Quad));
+}
+
 static void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to, int64_t to_stride) {
+    constexpr int64_t BLOCK = 64;
     const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
-    for (int64_t r = 0; r < whole_rows; r += 4)
-        for (int64_t c = 0; c < whole_columns; c += 4) {
-            Quad x[4];
-            for (int k = 0; k < 4; ++k) memcpy(&x[k], from + (r + k) * from_stride + c, sizeof(Quad));
-            const Quad low01 = __builtin_shuffle(x[0], x[1], QuadIndex{0, 4, 1, 5});
-            const Quad low23 = __builtin_shuffle(x[2], x[3], QuadIndex{0, 4, 1, 5});
-            const Quad high01 = __builtin_shuffle(x[0], x[1], QuadIndex{2, 6, 3, 7});
-            const Quad high23 = __builtin_shuffle(x[2], x[3], QuadIndex{2, 6, 3, 7});
-            const Quad y[4] = {__builtin_shuffle(low01, low23, QuadIndex{0, 1, 4, 5}),
-                               __builtin_shuffle(low01, low23, QuadIndex{2, 3, 6, 7}),
-                               __builtin_shuffle(high01, high23, QuadIndex{0, 1, 4, 5}),
-                               __builtin_shuffle(high01, high23, QuadIndex{2, 3, 6, 7})};
-            for (int k = 0; k < 4; ++k) memcpy(to + (c + k) * to_stride + r, &y[k], sizeof(Quad));
-        }
+    for (int64_t row = 0; row < whole_rows; row += BLOCK)
+        for (int64_t column = 0; column < whole_columns; column += BLOCK)
+            for (int64_t r = row; r < std::min(row + BLOCK, whole_rows); r += 4)
+                for (int64_t c = column; c < std::min(column + BLOCK, whole_columns); c += 4)
+                    transpose_quads(from + r * from_stride + c, from_stride, to + c * to_stride + r, to_stride);
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; ++c) to[c * to_stride + r] = from[r * from_stride + c];
 }
