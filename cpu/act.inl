@@ -145,7 +145,7 @@ private:
         Samples& at = samples.front();
         Lane entropy;
         for (int64_t s = 0; s < step.count; s += WIDTH) {
-            const Lane log_prob = head.log_prob(at, s, &entropy);
+            const Lane log_prob = model.plan.naive ? head.naive_log_prob(at, s, &entropy) : head.log_prob(at, s, &entropy);
             Lane correction{};
             if (step.correction) {
                 for (int64_t j = 0; j < action_size(); ++j) {

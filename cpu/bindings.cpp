@@ -101,7 +101,8 @@ Plan plan_of(const py::dict& given, bool has_state) {
     plan.head = named<Head>(given["head"].cast<std::string>(), {"gaussian", "categorical", "bernoulli"});
     plan.choices = given["choices"].cast<std::vector<int64_t>>();
     plan.log_std = given["log_std"].cast<int>();
-    plan.two_sum = given["two_sum"].cast<bool>(), plan.round_actions = given["round_actions"].cast<bool>();
+    plan.two_sum = given["two_sum"].cast<bool>(), plan.naive = given["naive"].cast<bool>();
+    plan.round_actions = given["round_actions"].cast<bool>();
     plan.networks = given["networks"].cast<int>();
     return plan;
 }
@@ -112,7 +113,7 @@ Rollout rollout_of(const py::dict& given) {
     rollout.values = pointer<void>(given["values"]), rollout.advantages = pointer<void>(given["advantages"]);
     rollout.returns = pointer<void>(given["returns"]), rollout.behaviour = pointer<void>(given["behaviour"]);
     rollout.log_std = pointer<void>(given["log_std"]), rollout.correction = pointer<void>(given["correction"]);
-    rollout.old_log_prob = pointer<float>(given["old_log_prob"]);
+    rollout.old_log_prob = pointer<void>(given["old_log_prob"]);
     return rollout;
 }
 
@@ -142,7 +143,7 @@ py::dict dictionary_of(const Stats& stats) {
     result["value_loss"] = stats.value_loss, result["approx_kl"] = stats.approx_kl;
     result["clip_fraction"] = stats.clip_fraction, result["loss"] = stats.loss, result["grad_norm"] = stats.grad_norm;
     result["nonzero"] = stats.nonzero, result["stuck"] = stats.stuck, result["saturated"] = stats.saturated;
-    result["epochs"] = stats.epochs;
+    result["epochs"] = stats.epochs, result["diverged"] = stats.diverged;
     result["stopped_at_kl"] = stats.stopped ? py::object(py::float_(stats.stopped_at_kl)) : py::object(py::none());
     return result;
 }

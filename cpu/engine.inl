@@ -19,6 +19,7 @@ constexpr uint32_t PARAMETER_SALT = 0x5851F42Du, ROOT_SALT = 0x14057B7Eu, COPY_S
 #include "network.inl"
 #include "heads.inl"
 #include "optimizers.inl"
+#include "naive.inl"
 #include "update.inl"
 #include "act.inl"
 

@@ -45,11 +45,11 @@ struct GaussianHead {
     int64_t dims;
     std::vector<Dimension> dimensions;
     Floats z;  // [dim] of WIDTH samples
-    std::vector<double> log_std_gradient;
+    std::vector<double> log_std_gradient, through_exp;
 
     GaussianHead(const C& format_, int64_t dims_)
         : format(format_), dims(dims_), dimensions(static_cast<size_t>(dims_)), z(zeros(dims_ * WIDTH)),
-          log_std_gradient(static_cast<size_t>(dims_)) {}
+          log_std_gradient(static_cast<size_t>(dims_)), through_exp(log_std_gradient) {}
 
     void begin(const float* log_std, const float* log_std0) {
         for (int64_t j = 0; j < dims; ++j) {
@@ -57,7 +57,7 @@ struct GaussianHead {
             at.log_std = log_std[j], at.log_std0 = log_std0[j], at.change = log_std[j] - log_std0[j];
             at.inverse_std = exponential(-log_std[j]), at.inverse_std0 = exponential(-log_std0[j]);
             at.t = exponential_minus_1(-at.change);
-            log_std_gradient[static_cast<size_t>(j)] = 0.0;
+            log_std_gradient[static_cast<size_t>(j)] = through_exp[static_cast<size_t>(j)] = 0.0;
         }
     }
 
@@ -123,6 +123,40 @@ struct GaussianHead {
         if (kind == LogRatio::residual) return d;
         const Lane rounded = compensated(samples, s);
         return select(rounded - rounded == 0.0f, rounded, d);  // in FP16 ½Δz² overflows from |Δz| = 362 on
+    }
+
+    // log_prob with every operation rounded; the sum over the dimensions is one operation.
+    Lane naive_log_prob(const Samples& samples, int64_t s) {
+        const auto r = [this](Lane x) { return format.round(x); };
+        Lane sum{};
+        for (int64_t j = 0; j < dims; ++j) {
+            const Dimension& at = dimensions[static_cast<size_t>(j)];
+            const Lane zj = r(r(samples.action(j, s) - samples.output(j, s)) * r(lane_of(at.inverse_std)));
+            sum = sum + r(r(-at.log_std - r(0.5f * r(zj * zj))) - LOG_SQRT_2PI);
+            keep_z(j, zj);
+        }
+        return r(sum);
+    }
+
+    // What autograd makes of it, gradient by gradient; `through_exp` is that of e^{−l}, summed over the batch.
+    void naive_backward(Samples& samples, int64_t s, Lane slope, Mask valid) {
+        const auto r = [this](Lane x) { return format.round(x); };
+        const auto total = [&](Lane x) { return static_cast<double>(sum_of(select(valid, x, Lane{}))); };
+        for (int64_t j = 0; j < dims; ++j) {
+            const Lane inverse_std = r(lane_of(dimensions[static_cast<size_t>(j)].inverse_std));
+            const Lane of_z = r(r(-0.5f * slope) * (2.0f * load_lane(&z[static_cast<size_t>(j * WIDTH)])));
+            const Lane off = r(samples.action(j, s) - samples.output(j, s));
+            samples.set_signal(j, s, -r(of_z * inverse_std));
+            through_exp[static_cast<size_t>(j)] += total(r(of_z * off));
+            log_std_gradient[static_cast<size_t>(j)] -= total(slope);
+        }
+    }
+
+    float naive_log_std_gradient(int64_t j) const {
+        const size_t at = static_cast<size_t>(j);
+        const auto r = [this](float x) { return format.round(lane_of(x))[0]; };
+        const float of_exp = r(static_cast<float>(through_exp[at])), direct = r(static_cast<float>(log_std_gradient[at]));
+        return r(direct - r(of_exp * r(dimensions[at].inverse_std)));
     }
 
     // ∂d/∂μ = z e^{−l}, ∂d/∂l = z² − 1; entropy does not depend on the state.
@@ -298,6 +332,18 @@ struct ActionHead {
         if (kind == Head::gaussian) return gaussian.log_ratio(form, samples, s, entropy);
         if (kind == Head::categorical) return categorical.log_ratio(form, samples, s, entropy);
         return bernoulli.log_ratio(form, samples, s, entropy);
+    }
+
+    // The log-probability as naive half precision has it: rounded op by op for a Gaussian, else once.
+    Lane naive_log_prob(const Samples& samples, int64_t s, Lane* entropy) {
+        if (kind != Head::gaussian) return gaussian.format.round(log_prob(samples, s, entropy));
+        *entropy = lane_of(gaussian.entropy());
+        return gaussian.naive_log_prob(samples, s);
+    }
+
+    void naive_backward(Samples& samples, int64_t s, Lane slope, float entropy_slope, Mask valid) {
+        if (kind == Head::gaussian) return gaussian.naive_backward(samples, s, slope, valid);
+        backward(samples, s, slope, entropy_slope, valid);
     }
 
     // `slope` is ∂loss/∂d of each sample, 0 outside `valid`; `entropy_slope` is ∂loss/∂H.

@@ -49,6 +49,7 @@ struct Plan {
     std::vector<int64_t> choices;  // of each categorical head
     int log_std;                   // position among the parameters; negative but for a Gaussian
     bool two_sum;                  // residual log-ratio in the compute format's own operations
+    bool naive;                    // every operation rounded, torch's Adam on the rounded state (naive.inl)
     bool round_actions;
     int networks;  // that have a gradient scale of their own
 };
@@ -78,7 +79,7 @@ struct Rollout {
     const void* behaviour;     // means or logits of the behaviour policy; null where old_log_prob serves
     const void* log_std;       // shape (dims,)
     const void* correction;
-    const float* old_log_prob;
+    const void* old_log_prob;  // FP32, but in storage format for a naive plan
 };
 
 struct Scale {
@@ -89,7 +90,7 @@ struct Scale {
 struct Stats {
     double entropy_loss, policy_loss, value_loss, approx_kl, clip_fraction, loss, grad_norm;
     int64_t nonzero, stuck, saturated, epochs;
-    bool stopped;
+    bool stopped, diverged;  // diverged: a step made parameters infinite or NaN and was not written
     float stopped_at_kl;
 };
 

@@ -7,6 +7,7 @@ public:
         : rollout(rollout_), settings(settings_), model(plan, std::min(settings_.batch_size, settings_.samples), true),
           head(model.compute, model.plan), samples(model.batch, outputs(), action_size()),
           sharp(model.storage, settings, most(&Parameter::rows), most(&Parameter::columns)), adam(settings),
+          naive{model.storage, settings},
           log_std0(model.log_std), log_std_gradient(model.log_std),
           row(zeros(padded(std::max({model.observation_size, outputs(), action_size()})))) {
         for (Floats* per_sample : {&advantages, &returns, &old_values, &predictions, &value_signal})
@@ -23,10 +24,10 @@ public:
     Stats run(const int64_t* order, Scale& scale, Interrupted interrupted) {
         Stats stats{};
         Means means{};
-        for (int64_t epoch = 0; epoch < settings.n_epochs && !stats.stopped; ++epoch) {
+        for (int64_t epoch = 0; epoch < settings.n_epochs && !stats.stopped && !stats.diverged; ++epoch) {
             ++stats.epochs;
             means.kl_of_epoch = 0, means.minibatches_of_epoch = 0;
-            for (int64_t start = 0; start < settings.samples && !stats.stopped; start += model.batch) {
+            for (int64_t start = 0; start < settings.samples && !stats.stopped && !stats.diverged; start += model.batch) {
                 if (interrupted && interrupted()) return stats;
                 const int64_t count = std::min(model.batch, settings.samples - start);
                 gather(order + epoch * settings.samples + start, count);
@@ -68,6 +69,7 @@ private:
     Samples samples;
     Sharp<S> sharp;
     Adam adam;
+    Naive<S> naive;
     std::vector<Target> targets;  // of the parameters
     Floats log_std0, log_std_gradient, row;
     Floats advantages, returns, old_values, predictions, value_signal;
@@ -133,13 +135,16 @@ private:
             returns[at] = storage.load(rollout.returns, index, 1)[0];
             old_values[at] = storage.load(rollout.values, index, 1)[0];
             if (rollout.correction) samples.correction[at] = storage.load(rollout.correction, index, 1)[0];
-            if (rollout.old_log_prob) samples.old_log_prob[at] = rollout.old_log_prob[index];
+            if (rollout.old_log_prob)
+                samples.old_log_prob[at] = model.plan.naive ? storage.load(rollout.old_log_prob, index, 1)[0]
+                                                            : static_cast<const float*>(rollout.old_log_prob)[index];
         }
     }
 
     // Module A: Â = (A − mean)/(std + 1e-8), in FP32.
     void normalize(int64_t count) {
         if (!settings.normalize_advantage || count < 2) return;
+        if (model.plan.naive) return naive.normalize(advantages, count);
         double sum = 0.0, squares = 0.0;
         for (int64_t b = 0; b < count; ++b) sum += static_cast<double>(advantages[static_cast<size_t>(b)]);
         const float mean = static_cast<float>(sum / static_cast<double>(count));
@@ -167,18 +172,29 @@ private:
         Sums sums{};
         for (int64_t s = 0; s < count; s += WIDTH) {
             const Mask valid = first_lanes(count - s);
+            if (model.plan.naive) {
+                naive_losses(s, valid, n, sums);
+                continue;
+            }
             policy_loss(s, valid, policy_scale, sums);
             value_loss(s, valid, value_scale, sums);
         }
         if (model.plan.head == Head::gaussian)
-            for (int64_t j = 0; j < outputs(); ++j)
-                log_std_gradient[static_cast<size_t>(j)] =
-                    static_cast<float>(head.gaussian.log_std_gradient[static_cast<size_t>(j)]) - settings.ent_coef * scale.scales[0];
+            for (int64_t j = 0; j < outputs(); ++j) {
+                const float of_ratio = model.plan.naive ? head.gaussian.naive_log_std_gradient(j)
+                                                        : static_cast<float>(head.gaussian.log_std_gradient[static_cast<size_t>(j)]);
+                log_std_gradient[static_cast<size_t>(j)] = of_ratio - settings.ent_coef * scale.scales[0];
+            }
         round_signals(actor, critic, count);
 
-        const double samples_ = static_cast<double>(count), entropy = sums.entropy / samples_;
-        const double policy = sums.policy / samples_, value = sums.value / samples_, kl = sums.kl / samples_;
-        means.policy += policy, means.value += value, means.entropy += entropy, means.clipped += sums.clipped / samples_;
+        const auto mean = [&](double sum) {
+            const double result = sum / static_cast<double>(count);
+            return model.plan.naive ? static_cast<double>(naive.r(static_cast<float>(result))) : result;
+        };
+        const double policy = mean(sums.policy), value = mean(sums.value), entropy = mean(sums.entropy);
+        const double kl = sums.kl / static_cast<double>(count);
+        means.policy += policy, means.value += value, means.entropy += entropy;
+        means.clipped += sums.clipped / static_cast<double>(count);
         means.kl_of_epoch += kl, ++means.minibatches, ++means.minibatches_of_epoch;
         stats.loss = policy - static_cast<double>(settings.ent_coef) * entropy + static_cast<double>(settings.vf_coef) * value;
         return kl;
@@ -222,6 +238,49 @@ private:
         store_lane(&value_signal[at], select(moves, 2.0f * settings.vf_coef * scale * error, Lane{}));
     }
 
+    // Both losses of WIDTH samples in naive half precision.
+    void naive_losses(int64_t s, Mask valid, float n, Sums& sums) {
+        const size_t at = static_cast<size_t>(s);
+        Lane entropy, slope, signal;
+        const Lane log_prob = head.naive_log_prob(samples, s, &entropy);
+        const Lane d = naive.r(log_prob - load_lane(&samples.old_log_prob[at]));
+        const float lower = static_cast<float>(std::exp(static_cast<double>(settings.clip_lower)));
+        const float upper = static_cast<float>(std::exp(static_cast<double>(settings.clip_upper)));
+        const Lane gain = naive.surrogate(d, load_lane(&advantages[at]), lower, upper, naive.r(-1.0f / n), &slope);
+        const float entropy_slope = naive.r(-naive.r(settings.ent_coef) / n);
+        head.naive_backward(samples, s, select(valid, slope, Lane{}), entropy_slope, valid);
+        const Lane error = naive.squared_error(load_lane(&predictions[at]), load_lane(&old_values[at]), load_lane(&returns[at]),
+                                               naive.r(naive.r(settings.vf_coef) / n), &signal);
+        store_lane(&value_signal[at], select(valid, signal, Lane{}));
+
+        const Mask outside = (d > settings.clip_upper) | (d < settings.clip_lower);
+        sums.policy -= static_cast<double>(sum_of(select(valid, gain, Lane{})));
+        sums.value += static_cast<double>(sum_of(select(valid, error, Lane{})));
+        sums.entropy += static_cast<double>(sum_of(select(valid, naive.r(entropy), Lane{})));
+        sums.clipped += static_cast<double>(sum_of(select(valid & outside, lane_of(1.0f), Lane{})));
+        sums.kl += static_cast<double>(sum_of(select(valid, exponential_minus_1(d) - d, Lane{})));
+    }
+
+    // Clip and step without module A: nothing is skipped. Parameters that would not be finite are not written.
+    void naive_step(Means& means, Stats& stats) {
+        float sum = 0.0f;
+        for (const Target& t : targets) sum += naive.square(t);
+        const float norm = naive.r(std::sqrt(naive.r(sum))), coefficient = naive.coefficient(norm);
+        means.norm += static_cast<double>(norm), ++means.steps;
+        for (size_t i = 0; i < targets.size(); ++i)
+            stats.diverged |= !naive.adam(model.plan.parameters[i], targets[i], coefficient);
+        if (stats.diverged) return;
+        for (size_t i = 0; i < targets.size(); ++i) naive.write(model.plan.parameters[i], targets[i]);
+        turn_weights();
+    }
+
+    void turn_weights() {
+        for (NetworkSpace* space : {&model.policy, &model.value})
+            for (LayerSpace& layer : space->layers)
+                transpose(layer.weight.data(), layer.in_stride, layer.shape.outputs, layer.shape.inputs, layer.transposed.data(),
+                          layer.out_stride);
+    }
+
     void round_signals(LayerSpace& actor, LayerSpace& critic, int64_t count) {
         const auto round = [this](float* x, int64_t n, const auto& format) {
             for (int64_t i = 0; i < n; i += WIDTH) store_lane(x + i, format.round_words(load_lane(x + i)));
@@ -241,6 +300,7 @@ private:
     // Backward pass, global norm, optimizer step.
     void step(int64_t count, Scale& scale, Means& means, Stats& stats) {
         model.backward(model.policy, count), model.backward(model.value, count);
+        if (model.plan.naive) return naive_step(means, stats);
         const int networks = model.plan.networks;
         float norms[2] = {}, sum = 0.0f, coefficients[2];
         for (int k = 0; k < networks; ++k) {
@@ -260,10 +320,7 @@ private:
             else
                 adam.step(p, targets[i], coefficients[p.network], [this](Lane x, uint32_t at) { return model.copy_of(model, x, at); });
         }
-        for (NetworkSpace* space : {&model.policy, &model.value})
-            for (LayerSpace& layer : space->layers)
-                transpose(layer.weight.data(), layer.in_stride, layer.shape.outputs, layer.shape.inputs, layer.transposed.data(),
-                          layer.out_stride);
+        turn_weights();
     }
 
     // Module A: G = s·sqrt(Σ (g/s)²) with s near max|g| of one network, or 1 where squares fit FP32; not finite where a

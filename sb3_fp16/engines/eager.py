@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sb3_fp16.buffers import Minibatch
 from sb3_fp16.engines.contract import UpdateSettings, UpdateStats
 from sb3_fp16.policies import Actor, HalfPrecisionPolicy
+from sb3_fp16.precision import Precision
 from sb3_fp16.residuals import approx_kl, clip_fraction, policy_loss, policy_loss_on_ratios
 from sb3_fp16.rounding import Format, random_key, random_thresholds, round_by_threshold
 from sb3_fp16.scalars import (
@@ -212,10 +213,7 @@ class EagerEngine:
         if not all(bool(th.isfinite(parameter).all()) for parameter in parameters):
             for parameter, value in zip(parameters, before, strict=True):
                 parameter.data = value
-            raise ValueError(
-                f"{type(optimizer).__name__} made parameters infinite or NaN in {precision.storage}; the last good "
-                "ones are kept. Use SHARP, another learning_rate or other settings, or precision='fp32'."
-            )
+            raise diverged(optimizer, precision)
 
     def _optimizer_statistics(self) -> tuple[int, int, int]:
         optimizer = self.optimizer
@@ -233,6 +231,19 @@ class EagerEngine:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """See ``Engine.load_state_dict``."""
         self.gradient_scale.load_state_dict(state)
+
+
+def diverged(optimizer: th.optim.Optimizer, precision: Precision) -> ValueError:
+    """
+    The error that ends training when an optimizer leaves the format.
+
+    :param optimizer: not made for 16-bit parameters
+    :param precision: that it worked in
+    """
+    return ValueError(
+        f"{type(optimizer).__name__} made parameters infinite or NaN in {precision.storage}; the last good "
+        "ones are kept. Use SHARP, another learning_rate or other settings, or precision='fp32'."
+    )
 
 
 def _step_in_fp32(optimizer: th.optim.Optimizer, parameters: list[nn.Parameter], kind: Format) -> None:

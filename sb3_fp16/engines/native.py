@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from sb3_fp16.buffers import Acted, Array, RolloutBufferFP16
 from sb3_fp16.distributions import BernoulliFP16, CategoricalFP16, DiagGaussianFP16, MultiCategoricalFP16
 from sb3_fp16.engines.contract import UpdateSettings, UpdateStats
-from sb3_fp16.engines.eager import EagerEngine
+from sb3_fp16.engines.eager import EagerEngine, diverged
 from sb3_fp16.policies import HalfPrecisionPolicy
+from sb3_fp16.precision import Precision
 from sb3_fp16.residuals import log_ratio_bounds
 from sb3_fp16.sharp import SHARP, shared_as
 
@@ -75,8 +76,8 @@ def _obstacles_to_acting(policy: HalfPrecisionPolicy) -> Iterator[str]:
         yield "sb3_fp16._cpu was not built"
     if policy.device.type != "cpu":
         yield f"the policy is on {policy.device}"
-    if not policy.precision.global_scalars:
-        yield f"precision {policy.precision.name} leaves out module A"
+    if not policy.precision.global_scalars and not _is_naive(policy.precision):
+        yield "without module A only torch's Adam and log-probabilities in FP16 are native"
     if overridden:
         yield f"{type(policy).__name__} overrides {', '.join(overridden)}"
     if type(policy.action_dist) not in _HEADS:
@@ -103,7 +104,7 @@ def _obstacles_to_acting(policy: HalfPrecisionPolicy) -> Iterator[str]:
 
 def _obstacles_to_training(policy: HalfPrecisionPolicy) -> Iterator[str]:
     precision, optimizer = policy.precision, policy.optimizer
-    if precision.optimizer != ("adam" if precision.storage == "fp32" else "sharp"):
+    if precision.optimizer != ("adam" if precision.storage == "fp32" or _is_naive(precision) else "sharp"):
         yield f"{precision.optimizer} on {precision.storage} storage is not native"
     if not _is_plain(optimizer, policy):
         yield f"{type(optimizer).__name__} is not native, or not over all parameters"
@@ -111,6 +112,12 @@ def _obstacles_to_training(policy: HalfPrecisionPolicy) -> Iterator[str]:
         p._backward_hooks for p in policy.parameters()
     ):
         yield "gradients have a hook"
+
+
+def _is_naive(precision: Precision) -> bool:
+    """Every operation rounded to FP16, as the preset ``naive-fp16`` has it."""
+    parts = (precision.storage, precision.global_scalars, precision.log_ratio, precision.optimizer)
+    return parts == ("fp16", False, "absolute-stored", "adam")
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -140,7 +147,7 @@ def _is_plain(optimizer: th.optim.Optimizer, policy: HalfPrecisionPolicy) -> boo
         return False
     if not all(p.requires_grad for p in parameters):
         return False
-    if policy.precision.storage != "fp32":
+    if policy.precision.optimizer == "sharp":
         return isinstance(optimizer, SHARP) and groups[0]["state_dtype"] in (None, policy.precision.dtype)
     unknown = ("amsgrad", "maximize", "decoupled_weight_decay")
     return type(optimizer) is th.optim.Adam and not any(groups[0].get(name, False) for name in unknown)
@@ -173,6 +180,7 @@ def _plan_of(policy: HalfPrecisionPolicy) -> dict[str, Any]:
         "head": head,
         "choices": np.atleast_1d(dims).tolist() if head == "categorical" else [],
         "log_std": position[id(policy.log_std)] if head == "gaussian" else -1,
+        "naive": _is_naive(precision),
         "two_sum": precision.log_ratio == "residual-twosum" and head == "gaussian",
         "round_actions": precision.round_actions,
         "networks": 1,
@@ -214,6 +222,8 @@ class NativeActor:
         self._parameters = list(policy.parameters())
         self._addresses = [p.data_ptr() for p in self._parameters]
         self._head, self._hands_on = plan["head"], plan["hands_on"]
+        in_half = plan["naive"] and type(policy.action_dist) in (DiagGaussianFP16, CategoricalFP16)
+        self._log_prob_dtype = np.dtype(np.float16 if in_half else np.float32)
         self._choices: list[int] = plan["choices"] or [plan["policy"][-1][3]]
         self._set_number_of_draws(1)
         self._read_log_std()
@@ -227,7 +237,7 @@ class NativeActor:
         behaviour = None
         if self._hands_on:
             behaviour = (output,) if self._log_std is None else (output, self._log_std)
-        return self._shaped(actions), Acted(value, log_prob, behaviour, correction)
+        return self._shaped(actions), Acted(value, log_prob.astype(self._log_prob_dtype, copy=False), behaviour, correction)
 
     def predict(self, obs: Array, deterministic: bool) -> Array | None:
         """See ``policies.Actor``."""
@@ -343,6 +353,8 @@ class NativeEngine(EagerEngine):
             for _ in range(stats["epochs"]):
                 rollout.minibatch_rows()
         scale.raise_if_unrecoverable()
+        if stats.pop("diverged"):
+            raise diverged(self.optimizer, self.policy.precision)
         nonzero, stuck = stats.pop("nonzero"), stats.pop("stuck")
         return UpdateStats(
             **stats,
