@@ -58,8 +58,8 @@ struct Naive {
     // The square of a tensor's norm, and of all of them the coefficient that clips.
     float square(const Target& t) const {
         float sum = 0.0f;
-        for (int64_t row = 0; row < t.shape.rows; ++row)
-            for (int64_t c = 0; c < t.shape.columns; c += WIDTH) sum += sum_of(r(t.at(row, c) * t.at(row, c)));
+        for (int64_t row = 0; row < t.flat.rows; ++row)
+            for (int64_t c = 0; c < t.flat.columns; c += WIDTH) sum += sum_of(r(t.at(row, c) * t.at(row, c)));
         return r(sum);
     }
 
@@ -74,9 +74,9 @@ struct Naive {
         const float add = static_cast<float>(1 - settings.beta2), eps = static_cast<float>(settings.eps);
         const float decay = static_cast<float>(settings.weight_decay);
         Lane poison{};
-        for (int64_t row = 0; row < t.shape.rows; ++row)
-            for (int64_t c = 0; c < t.shape.columns; c += WIDTH) {
-                const int64_t i = row * t.shape.columns + c, count = t.shape.columns - c;
+        for (int64_t row = 0; row < t.flat.rows; ++row)
+            for (int64_t c = 0; c < t.flat.columns; c += WIDTH) {
+                const int64_t i = row * t.flat.columns + c, count = t.flat.columns - c;
                 const Lane theta = format.load(p.data, i, count);
                 Lane g = r(t.at(row, c) * coefficient), m = format.load(p.first_moment, i, count);
                 if (decay != 0.0f) g = r(g + decay * theta);
@@ -92,8 +92,8 @@ struct Naive {
     }
 
     void write(const Parameter& p, const Target& t) const {
-        for (int64_t row = 0; row < t.shape.rows; ++row)
-            for (int64_t c = 0; c < t.shape.columns; c += WIDTH)
-                format.store(p.data, row * t.shape.columns + c, t.shape.columns - c, load_lane(t.tile + row * t.stride + c));
+        for (int64_t row = 0; row < t.flat.rows; ++row)
+            for (int64_t c = 0; c < t.flat.columns; c += WIDTH)
+                format.store(p.data, row * t.flat.columns + c, t.flat.columns - c, load_lane(t.tile + row * t.stride + c));
     }
 };

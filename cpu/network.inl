@@ -97,16 +97,19 @@ struct Model {
         for (const Layer& shape : network) {
             LayerSpace layer{};
             layer.shape = shape, layer.in_stride = spaced(shape.inputs), layer.out_stride = spaced(shape.outputs);
+            const bool turns = shape.outputs * padded(shape.inputs) > shape.inputs * padded(shape.outputs);
+            // No product reads this tile: its rows need no padding, and an optimizer step takes them as one.
+            const bool is_dense = trains && turns && space.layers.empty() && shape.outputs > NARROW;
+            if (is_dense) layer.in_stride = shape.inputs;
             layer.transposed = zeros(shape.inputs * layer.out_stride);
             layer.bias = zeros(layer.out_stride);
             layer.output = zeros(batch * layer.out_stride);
-            layer.weight = zeros(shape.outputs * layer.in_stride);
+            layer.weight = zeros(shape.outputs * layer.in_stride + PAD);
             if (trains) {
                 if (needs_before(shape.activation) || C::keeps_unrounded) layer.before = zeros(batch * layer.out_stride);
                 layer.signal = zeros(batch * layer.out_stride);
-                layer.weight_gradient = zeros(shape.outputs * layer.in_stride);
+                layer.weight_gradient = zeros(shape.outputs * layer.in_stride + PAD);
                 layer.bias_gradient = zeros(layer.out_stride);
-                const bool turns = shape.outputs * padded(shape.inputs) > shape.inputs * padded(shape.outputs);
                 if (turns) layer.turned = zeros(shape.inputs * layer.out_stride);
             }
             space.layers.push_back(std::move(layer));

@@ -2,15 +2,14 @@
 //
 // Gradients come in padded rows. What a step writes to storage it also writes to the tile that forward passes read.
 
-// A parameter as rows; vectors are a single row.
 struct Shape {
     int64_t rows, columns;
-    explicit Shape(const Parameter& p) : rows(p.columns == 1 ? 1 : p.rows), columns(p.columns == 1 ? p.rows : p.columns) {}
 };
 
-// A parameter's workspace: its gradient, and its tile, in padded rows. The padding of a gradient is 0.
+// A parameter's workspace: its gradient, and its tile, in rows of a length. What lies between a gradient's rows is 0.
 struct Target {
-    Shape shape;
+    Shape shape;  // as second moments are shared
+    Shape flat;   // the same elements in as few rows as possible
     float* gradient;
     float* tile;
     int64_t stride;
@@ -22,8 +21,8 @@ struct Target {
 
 static float largest_magnitude(const Target& t) {
     Lane largest{};
-    for (int64_t r = 0; r < t.shape.rows; ++r)
-        for (int64_t c = 0; c < t.shape.columns; c += WIDTH) largest = larger(absolute(t.at(r, c)), largest);
+    for (int64_t r = 0; r < t.flat.rows; ++r)
+        for (int64_t c = 0; c < t.flat.columns; c += WIDTH) largest = larger(absolute(t.at(r, c)), largest);
     return largest_of(largest);
 }
 
@@ -37,7 +36,7 @@ static double sum_squares(Target& t) {
         for (int64_t c = 0; c < t.shape.columns; c += PAD)
             for (int l = 0; l < PAD / WIDTH; ++l) {
                 const int64_t at = c + l * WIDTH;
-                const Lane scaled = t.at(r, at) * inverse, square = scaled * scaled;
+                const Lane scaled = select(first_lanes(t.shape.columns - at), t.at(r, at) * inverse, Lane{}), square = scaled * scaled;
                 sum[l] = sum[l] + square;
                 if (t.column_squares.empty()) continue;
                 float* column = &t.column_squares[static_cast<size_t>(at)];
@@ -82,7 +81,7 @@ public:
             default: rows<Rounding::nearest>(p, target, now, counts);
         }
         // A register's lanes beyond a row hold zeros.
-        const int64_t lanes = target.shape.rows * ((target.shape.columns + WIDTH - 1) / WIDTH * WIDTH);
+        const int64_t lanes = target.flat.rows * ((target.flat.columns + WIDTH - 1) / WIDTH * WIDTH);
         stats.nonzero += lanes - counts.zero, stats.stuck += counts.stuck, stats.saturated += counts.saturated;
     }
 
@@ -101,24 +100,21 @@ private:
     const Settings& settings;
     Floats mean_square, root;  // of rows, then columns; `root` without bias
     Floats share;              // a row's part of ŵ
+    Floats preconditioner;     // ŵ of elements in rows without padding
     const float decay;         // of Adam's L2 penalty
 
     // All elements, with one writeback.
     template <Rounding WRITEBACK>
     void rows(const Parameter p, const Target& target, const Step now, Counts& counts_) const {
         Counts counts = counts_;  // a copy, as the arguments are, that no store may alias
-        const float* columns = root.data() + target.shape.rows;
-        for (int64_t r = 0; r < target.shape.rows; ++r)
-            for (int64_t c = 0; c < target.shape.columns; c += WIDTH) {
-                const int64_t i = r * target.shape.columns + c, count = target.shape.columns - c;
+        const bool shared = p.sharing != Sharing::elementwise, spread = shared && target.flat.rows != target.shape.rows;
+        for (int64_t r = 0; r < target.flat.rows; ++r)
+            for (int64_t c = 0; c < target.flat.columns; c += WIDTH) {
+                const int64_t i = r * target.flat.columns + c, count = target.flat.columns - c;
                 const Lane gradient = target.at(r, c) * now.coefficient;
-                Lane preconditioner;
-                if (p.sharing == Sharing::rank1)
-                    preconditioner = share[static_cast<size_t>(r)] * load_lane(columns + c);
-                else if (p.sharing == Sharing::row)
-                    preconditioner = lane_of(share[static_cast<size_t>(r)]);
-                else
-                    preconditioner = own_root(p, i, count, absolute(gradient), now, counts) * now.unbias_root;
+                const Lane preconditioner = spread   ? load_lane(&this->preconditioner[static_cast<size_t>(c)])
+                                            : shared ? shared_root(p, target, r, c)
+                                                     : own_root(p, i, count, absolute(gradient), now, counts) * now.unbias_root;
                 store_lane(target.tile + r * target.stride + c, element<WRITEBACK>(p, i, count, gradient, preconditioner, now, counts));
             }
         counts_ = counts;
@@ -146,7 +142,7 @@ private:
 
     // g ← κ·g + λθ, and what follows from it.
     void penalize(const Parameter& p, Target& target, float coefficient) const {
-        const Shape& shape = target.shape;
+        const Shape& shape = target.flat;
         for (int64_t r = 0; r < shape.rows; ++r)
             for (int64_t c = 0; c < shape.columns; c += WIDTH) {
                 const Lane theta = format.load(p.data, r * shape.columns + c, shape.columns - c);
@@ -214,6 +210,17 @@ private:
             store_lane(&root[static_cast<size_t>(i)], w * now.unbias_root);
         }
         clip_rows(shape.rows, rank1);
+        if (target.flat.rows == shape.rows) return;
+        preconditioner.resize(static_cast<size_t>(shape.rows * shape.columns + PAD));
+        for (int64_t r = 0; r < shape.rows; ++r)
+            for (int64_t c = 0; c < shape.columns; c += WIDTH)  // beyond a row's end the next row writes again
+                store_lane(&preconditioner[static_cast<size_t>(r * shape.columns + c)], shared_root(p, target, r, c));
+    }
+
+    // ŵ of elements that share theirs.
+    SB3_FP16_INLINE Lane shared_root(const Parameter& p, const Target& target, int64_t r, int64_t c) const {
+        const Lane row = lane_of(share[static_cast<size_t>(r)]);
+        return p.sharing == Sharing::row ? row : row * load_lane(&root[static_cast<size_t>(target.shape.rows + c)]);
     }
 
     void clip_rows(int64_t rows, bool rank1) {
@@ -267,7 +274,7 @@ public:
     // `copy(θ, index)` gives the tile's numbers.
     template <class Copy>
     void step(const Parameter& p, const Target& target, float coefficient, Copy copy) const {
-        const Shape& shape = target.shape;
+        const Shape& shape = target.flat;
         const double t = static_cast<double>(*p.adam_step += 1.0f);
         const float step_size = static_cast<float>(settings.lr / (1 - std::pow(settings.beta1, t)));
         const float unbias = static_cast<float>(1 / std::sqrt(1 - std::pow(settings.beta2, t)));

@@ -86,7 +86,8 @@ private:
 
     void find_targets() {
         for (const Parameter& p : model.plan.parameters) {
-            targets.push_back({Shape(p), nullptr, nullptr, 0, 1.0f, {}, {}});
+            const Shape shape = p.columns == 1 ? Shape{1, p.rows} : Shape{p.rows, p.columns};  // a vector is one row
+            targets.push_back({shape, shape, nullptr, nullptr, 0, 1.0f, {}, {}});
             if (p.sharing == Sharing::elementwise || !S::rounds) continue;
             targets.back().row_squares = zeros(padded(p.rows));
             if (p.sharing == Sharing::rank1) targets.back().column_squares = zeros(padded(p.columns));
@@ -94,6 +95,7 @@ private:
         const auto set = [this](int position, Floats& gradient, Floats& tile, int64_t stride) {
             Target& target = targets[static_cast<size_t>(position)];
             target.gradient = gradient.data(), target.tile = tile.data(), target.stride = stride;
+            if (stride == target.shape.columns && stride % WIDTH) target.flat = {1, target.shape.rows * stride};
         };
         for (NetworkSpace* space : {&model.policy, &model.value})
             for (LayerSpace& layer : space->layers) {
