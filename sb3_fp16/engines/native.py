@@ -1,7 +1,7 @@
 """The CPU engine: one C++ call per update and one per action, with the results of the reference engine."""
 
 from collections.abc import Iterator
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 import torch as th
@@ -66,10 +66,33 @@ def why_not_native(policy: HalfPrecisionPolicy) -> str | None:
 
     :param policy: with its optimizer
     """
-    return next(_obstacles_to_acting(policy), None) or next(_obstacles_to_training(policy), None)
+    return _why_not(policy, _parts_of(policy))
 
 
-def _obstacles_to_acting(policy: HalfPrecisionPolicy) -> Iterator[str]:
+def _why_not(policy: HalfPrecisionPolicy, parts: "_Parts") -> str | None:
+    return next(_obstacles_to_acting(policy, parts), None) or next(_obstacles_to_training(policy, parts), None)
+
+
+class _Parts(NamedTuple):
+    """A policy's modules and parameters, each once and in torch's order; torch's own iterators are slow."""
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+
+
+def _parts_of(policy: HalfPrecisionPolicy) -> _Parts:
+    modules: dict[int, nn.Module] = {}
+    waiting: list[nn.Module] = [policy]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in modules:
+            modules[id(module)] = module
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+    parameters = {id(p): p for module in modules.values() for p in module._parameters.values() if p is not None}
+    return _Parts(list(modules.values()), list(parameters.values()))
+
+
+def _obstacles_to_acting(policy: HalfPrecisionPolicy, parts: _Parts) -> Iterator[str]:
     """Reasons in an order in which each check may rely on those before it."""
     observations, overridden = policy.observation_space, policy.overridden_by_user(_OVERRIDES) or policy.overridden
     if not BUILT:
@@ -95,22 +118,27 @@ def _obstacles_to_acting(policy: HalfPrecisionPolicy) -> Iterator[str]:
             yield f"the activation {unknown[0]} is not native"
     if not _is_linear(policy.action_net) or not _is_linear(policy.value_net):
         yield "a head is no linear layer with a bias"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in policy.modules()):
+    if any(module._forward_hooks or module._forward_pre_hooks for module in parts.modules):
         yield "a module has a hook"
     dtype = policy.precision.dtype
-    if not all(p.is_contiguous() and p.dtype == dtype for p in policy.parameters()):
+    if not all(p.is_contiguous() and p.dtype == dtype for p in parts.parameters):
         yield "a parameter is not contiguous, or of another format"
 
 
-def _obstacles_to_training(policy: HalfPrecisionPolicy) -> Iterator[str]:
+def _obstacles_to_training(policy: HalfPrecisionPolicy, parts: _Parts) -> Iterator[str]:
     precision, optimizer = policy.precision, policy.optimizer
     if precision.optimizer != ("adam" if precision.storage == "fp32" or _is_naive(precision) else "sharp"):
         yield f"{precision.optimizer} on {precision.storage} storage is not native"
-    if not _is_plain(optimizer, policy):
+    if not _is_plain(optimizer, policy, parts.parameters):
         yield f"{type(optimizer).__name__} is not native, or not over all parameters"
-    if any(module._backward_hooks or module._backward_pre_hooks for module in policy.modules()) or any(
-        p._backward_hooks for p in policy.parameters()
-    ):
+    mlp = policy.mlp_extractor
+    layers = [*mlp.policy_net, policy.action_net, *mlp.value_net, policy.value_net]
+    of_layers = [id(p) for layer in layers for p in layer._parameters.values()]
+    log_std = policy._parameters.get("log_std")
+    if sorted([*of_layers, *([] if log_std is None else [id(log_std)])]) != sorted(map(id, parts.parameters)):
+        yield "layers share parameters, or there are others than theirs"
+    hooked = (module._backward_hooks or module._backward_pre_hooks for module in parts.modules)
+    if any(hooked) or any(p._backward_hooks for p in parts.parameters):
         yield "gradients have a hook"
 
 
@@ -139,23 +167,36 @@ def _activation(module: nn.Module) -> tuple[str, float] | None:
     return name, float(getattr(module, "negative_slope", getattr(module, "alpha", 0.0)))
 
 
-def _is_plain(optimizer: th.optim.Optimizer, policy: HalfPrecisionPolicy) -> bool:
+def _is_plain(optimizer: th.optim.Optimizer, policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> bool:
     """One group of all parameters, trained, with settings that the C++ side knows."""
-    groups, parameters = optimizer.param_groups, list(policy.parameters())
+    groups, dtype = optimizer.param_groups, policy.precision.dtype
     in_order = [p for group in groups for p in group["params"]]
     if len(groups) != 1 or [id(p) for p in in_order] != [id(p) for p in parameters]:
         return False
     if not all(p.requires_grad for p in parameters):
         return False
     if policy.precision.optimizer == "sharp":
-        return isinstance(optimizer, SHARP) and groups[0]["state_dtype"] in (None, policy.precision.dtype)
+        root = th.float32 if groups[0].get("root_rounding") == "fp32" else dtype
+        wanted = {"first_moment": dtype, "root_second_moment": root}
+        return isinstance(optimizer, SHARP) and groups[0]["state_dtype"] in (None, dtype) and _holds(optimizer, wanted)
     unknown = ("amsgrad", "maximize", "decoupled_weight_decay")
-    return type(optimizer) is th.optim.Adam and not any(groups[0].get(name, False) for name in unknown)
+    if type(optimizer) is not th.optim.Adam or any(groups[0].get(name, False) for name in unknown):
+        return False
+    return _holds(optimizer, {"step": th.float32, "exp_avg": dtype, "exp_avg_sq": dtype})
 
 
-def _plan_of(policy: HalfPrecisionPolicy) -> dict[str, Any]:
+def _holds(optimizer: th.optim.Optimizer, formats: dict[str, th.dtype]) -> bool:
+    """Whether the state there is, of each parameter, is contiguous and of these formats."""
+    return all(
+        isinstance(state.get(name), Tensor) and state[name].dtype == dtype and state[name].is_contiguous()
+        for state in optimizer.state.values()
+        for name, dtype in formats.items()
+    )
+
+
+def _plan_of(policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> dict[str, Any]:
     """Addresses and shapes of parameters and layers, formats and the action distribution."""
-    precision, parameters = policy.precision, list(policy.parameters())
+    precision = policy.precision
     position = {id(p): i for i, p in enumerate(parameters)}
 
     def layers(net: nn.Module, head: nn.Module) -> list[tuple[int, int, int, int, str, float]]:
@@ -215,11 +256,12 @@ class NativeActor:
     def _prepare(self) -> None:
         policy = self.policy
         self._native: _cpu.Actor | None = None
-        if next(_obstacles_to_acting(policy), None) is not None:
+        parts = _parts_of(policy)
+        if next(_obstacles_to_acting(policy, parts), None) is not None:
             return
-        plan = _plan_of(policy)
+        plan = _plan_of(policy, parts.parameters)
         self._native = _cpu.Actor(self.isa, plan)
-        self._parameters = list(policy.parameters())
+        self._parameters = parts.parameters
         self._addresses = [p.data_ptr() for p in self._parameters]
         self._head, self._hands_on = plan["head"], plan["hands_on"]
         in_half = plan["naive"] and type(policy.action_dist) in (DiagGaussianFP16, CategoricalFP16)
@@ -237,7 +279,9 @@ class NativeActor:
         behaviour = None
         if self._hands_on:
             behaviour = (output,) if self._log_std is None else (output, self._log_std)
-        return self._shaped(actions), Acted(value, log_prob.astype(self._log_prob_dtype, copy=False), behaviour, correction)
+        return self._shaped(actions), Acted(
+            value, log_prob.astype(self._log_prob_dtype, copy=False), behaviour, correction
+        )
 
     def predict(self, obs: Array, deterministic: bool) -> Array | None:
         """See ``policies.Actor``."""
@@ -329,13 +373,15 @@ class NativeEngine(EagerEngine):
         self.isa = isa or best_isa()
         self.reason = f"one C++ call per update and per action, {self.isa}"
         self.actor = NativeActor(policy, self.isa)
+        self._networks_in_order: list[int] = self._network_of_parameter.tolist()
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
         """See ``Engine.update``."""
         # What was true when the engine was chosen may have changed: addresses must not be trusted to anything else.
-        if not _is_ours(rollout, self.policy) or why_not_native(self.policy) is not None:
+        parts = _parts_of(self.policy)
+        if not _is_ours(rollout, self.policy) or _why_not(self.policy, parts) is not None:
             return super().update(rollout, settings)
-        random_state = np.random.get_state()
+        random_state = None if settings.target_kl is None else np.random.get_state()
         order = np.stack([rollout.minibatch_rows() for _ in range(settings.n_epochs)])
         scale = self.gradient_scale
         scales = scale.scales.numpy().copy()
@@ -343,12 +389,18 @@ class NativeEngine(EagerEngine):
         skipped_before = int(counters[1])
         addresses, kept = _addresses(rollout)
         stats = _cpu.update(
-            self.isa, self._plan(), addresses, self._settings(rollout, settings), order, scales, counters
+            self.isa,
+            self._plan(parts.parameters),
+            addresses,
+            self._settings(rollout, settings),
+            order,
+            scales,
+            counters,
         )
         del kept
         scale.scales = th.from_numpy(scales)
         scale.good_steps, scale.skipped_steps, scale.skips_at_floor = (th.tensor(int(count)) for count in counters)
-        if stats["stopped_at_kl"] is not None:  # take back the orders of the epochs that were not begun
+        if random_state is not None and stats["stopped_at_kl"] is not None:  # take back the orders of the epochs that were not begun
             np.random.set_state(random_state)
             for _ in range(stats["epochs"]):
                 rollout.minibatch_rows()
@@ -369,7 +421,7 @@ class NativeEngine(EagerEngine):
         def padded(columns: int) -> int:
             return -(-columns // 16) * 16
 
-        plan = self._plan()
+        plan = self._plan(_parts_of(self.policy).parameters)
         shapes = [layer[2:4] for net in ("policy", "value") for layer in plan[net]]
         outputs = plan["policy"][-1][3]
         return {
@@ -408,9 +460,9 @@ class NativeEngine(EagerEngine):
             "scale_ceiling": self.gradient_scale.ceiling.tolist(),
         }
 
-    def _plan(self) -> dict[str, Any]:
+    def _plan(self, parameters: list[nn.Parameter]) -> dict[str, Any]:
         """``_plan_of`` with the optimizer's state."""
-        plan, parameters = _plan_of(self.policy), list(self.policy.parameters())
+        plan = _plan_of(self.policy, parameters)
         starts = np.cumsum([0, *(p.numel() for p in parameters)])
         for i, (entry, parameter) in enumerate(zip(plan["parameters"], parameters, strict=True)):
             entry.update(self._entry(i, parameter, int(starts[i])))
@@ -435,7 +487,7 @@ class NativeEngine(EagerEngine):
             "carry": state["carry"].data_ptr() if "carry" in state else 0,
             "step": state["step"].data_ptr(),
             "first_element": first_element,
-            "network": int(self._network_of_parameter[i]),
+            "network": self._networks_in_order[i],
             "sharing": shared_as(parameter.shape, sharing),
             "writeback": writeback,
         }
