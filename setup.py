@@ -24,7 +24,15 @@ if platform.machine() in ("x86_64", "AMD64"):
     SOURCES += ["cpu/engine_avx2.cpp", "cpu/engine_avx512.cpp"]
 
 # Same operations in the same order as on a GPU: no contraction outside products, which ask for it themselves.
-FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+FLAGS = [
+    "-O3",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",
+]
 SANITIZERS = []
 if os.environ.get("SB3_FP16_SANITIZE") == "1":
     SANITIZERS = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
@@ -37,7 +45,7 @@ extension = Pybind11Extension(
     cxx_std=17,
     depends=["setup.py", *glob("cpu/*.h"), *glob("cpu/*.inl"), *glob("cuda/*.h")],
     extra_compile_args=FLAGS,
-    extra_link_args=SANITIZERS,
+    extra_link_args=["-pthread", *SANITIZERS],
 )
 
 

@@ -103,7 +103,7 @@ Plan plan_of(const py::dict& given, bool has_state) {
     plan.log_std = given["log_std"].cast<int>();
     plan.two_sum = given["two_sum"].cast<bool>(), plan.naive = given["naive"].cast<bool>();
     plan.round_actions = given["round_actions"].cast<bool>();
-    plan.networks = given["networks"].cast<int>();
+    plan.networks = given["networks"].cast<int>(), plan.threads = given["threads"].cast<int>();
     return plan;
 }
 

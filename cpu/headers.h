@@ -10,3 +10,4 @@
 #endif
 
 #include "plan.h"
+#include "workers.h"

@@ -77,6 +77,7 @@ struct Model {
     const Plan plan;
     const S storage;
     const C compute;
+    Workers workers;
     NetworkSpace policy, value;
     int64_t batch;
     int64_t observation_size, input_stride;
@@ -84,7 +85,7 @@ struct Model {
     Floats log_std;
 
     Model(const Plan& plan_, int64_t batch_, bool trains)
-        : plan(plan_), storage(plan.significand_bits), compute(plan.significand_bits), batch(batch_),
+        : plan(plan_), storage(plan.significand_bits), compute(plan.significand_bits), workers(trains ? plan.threads : 1), batch(batch_),
           observation_size(plan.policy.front().inputs), input_stride(spaced(observation_size)) {
         input = zeros(batch * input_stride);
         reserve(policy, plan.policy, trains), reserve(value, plan.value, trains);
@@ -137,7 +138,7 @@ struct Model {
                 for (int64_t o = 0; o < s.outputs; ++o)
                     read_row(parameter(s.weight).data, o * s.inputs, s.inputs, static_cast<uint32_t>(o * s.inputs),
                              layer.weight.data() + o * layer.in_stride);
-                transpose(layer.weight.data(), layer.in_stride, s.outputs, s.inputs, layer.transposed.data(), layer.out_stride);
+                transpose(workers, layer.weight.data(), layer.in_stride, s.outputs, s.inputs, layer.transposed.data(), layer.out_stride);
                 read_row(parameter(s.bias).data, 0, s.outputs, 0, layer.bias.data());
             }
         if (plan.log_std < 0) return;
@@ -155,7 +156,7 @@ struct Model {
                 product.columns = layer.shape.outputs;
                 multiply_narrow(compute, product, layer.weight.data(), layer.in_stride);
             } else {
-                multiply(compute, product);
+                multiply(workers, compute, product);
             }
             activate(layer, count * layer.out_stride);
             x = layer.output.data(), x_stride = layer.out_stride;
@@ -196,7 +197,7 @@ struct Model {
             weigh(layer, x, x_stride, count);
             if (l == 0) return;
             LayerSpace& below = space.layers[l - 1];
-            multiply(compute, {{layer.signal.data(), layer.out_stride, 1}, layer.weight.data(), layer.in_stride, nullptr,
+            multiply(workers, compute, {{layer.signal.data(), layer.out_stride, 1}, layer.weight.data(), layer.in_stride, nullptr,
                                below.signal.data(), below.out_stride, count, layer.shape.outputs, padded(below.shape.outputs)});
         }
     }
@@ -205,13 +206,13 @@ struct Model {
     void weigh(LayerSpace& layer, const float* x, int64_t x_stride, int64_t count) {
         const Layer& s = layer.shape;
         if (layer.turned.empty()) {
-            multiply(compute, {{layer.signal.data(), 1, layer.out_stride}, x, x_stride, nullptr, layer.weight_gradient.data(),
+            multiply(workers, compute, {{layer.signal.data(), 1, layer.out_stride}, x, x_stride, nullptr, layer.weight_gradient.data(),
                                layer.in_stride, s.outputs, count, padded(s.inputs)});
             return;
         }
-        multiply(compute, {{x, 1, x_stride}, layer.signal.data(), layer.out_stride, nullptr, layer.turned.data(),
+        multiply(workers, compute, {{x, 1, x_stride}, layer.signal.data(), layer.out_stride, nullptr, layer.turned.data(),
                            layer.out_stride, s.inputs, count, padded(s.outputs)});
-        transpose(layer.turned.data(), layer.out_stride, s.inputs, s.outputs, layer.weight_gradient.data(), layer.in_stride);
+        transpose(workers, layer.turned.data(), layer.out_stride, s.inputs, s.outputs, layer.weight_gradient.data(), layer.in_stride);
     }
 
     // Gradient of the output to gradient of the product, and its sum over the batch.

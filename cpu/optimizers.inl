@@ -51,6 +51,8 @@ static double sum_squares(Target& t) {
     return total;
 }
 
+constexpr int64_t WORK = 32;  // per element of an optimizer step, with its memory traffic
+
 // s·sqrt(mean (x/s)²), s a power of two near max|x|; x is padded with 0.
 static float root_mean_square(const float* x, int64_t count) {
     Lane largest{}, sum{};
@@ -63,8 +65,8 @@ static float root_mean_square(const float* x, int64_t count) {
 template <class S>
 class Sharp {
 public:
-    Sharp(const S& format_, const Settings& settings_, int64_t rows, int64_t columns)
-        : format(format_), settings(settings_), mean_square(zeros(rows + columns + 2 * PAD)), root(mean_square),
+    Sharp(const S& format_, const Settings& settings_, Workers& workers_, int64_t rows, int64_t columns)
+        : format(format_), settings(settings_), workers(workers_), mean_square(zeros(rows + columns + 2 * PAD)), root(mean_square),
           share(zeros(padded(rows))), decay(settings.decoupled_weight_decay ? 0.0f : static_cast<float>(settings.weight_decay)) {}
 
     void step(const Parameter& p, Target& target, float coefficient, Stats& stats) {
@@ -74,11 +76,11 @@ public:
         Counts counts{};
         if (p.sharing != Sharing::elementwise) update_shared_roots(p, target, now, counts);
         switch (p.writeback) {
-            case Rounding::stochastic: rows<Rounding::stochastic>(p, target, now, counts); break;
-            case Rounding::dithered: rows<Rounding::dithered>(p, target, now, counts); break;
-            case Rounding::residual: rows<Rounding::residual>(p, target, now, counts); break;
-            case Rounding::swallowed: rows<Rounding::swallowed>(p, target, now, counts); break;
-            default: rows<Rounding::nearest>(p, target, now, counts);
+            case Rounding::stochastic: all_rows<Rounding::stochastic>(p, target, now, counts); break;
+            case Rounding::dithered: all_rows<Rounding::dithered>(p, target, now, counts); break;
+            case Rounding::residual: all_rows<Rounding::residual>(p, target, now, counts); break;
+            case Rounding::swallowed: all_rows<Rounding::swallowed>(p, target, now, counts); break;
+            default: all_rows<Rounding::nearest>(p, target, now, counts);
         }
         // A register's lanes beyond a row hold zeros.
         const int64_t lanes = target.flat.rows * ((target.flat.columns + WIDTH - 1) / WIDTH * WIDTH);
@@ -98,6 +100,7 @@ private:
 
     const S& format;
     const Settings& settings;
+    Workers& workers;
     Floats mean_square, root;  // of rows, then columns; `root` without bias
     Floats share;              // a row's part of ŵ
     Floats preconditioner;     // ŵ of elements in rows without padding
@@ -105,10 +108,21 @@ private:
 
     // All elements, with one writeback.
     template <Rounding WRITEBACK>
-    void rows(const Parameter p, const Target& target, const Step now, Counts& counts_) const {
-        Counts counts = counts_;  // a copy, as the arguments are, that no store may alias
+    void all_rows(const Parameter& p, const Target& target, const Step& now, Counts& counts) const {
+        std::mutex mutex;
+        workers.each(target.flat.rows, 1, WORK * target.flat.columns, [&](int64_t first, int64_t last) {
+            const Counts of_part = rows<WRITEBACK>(p, target, now, first, last);
+            const std::lock_guard<std::mutex> lock(mutex);
+            counts.zero += of_part.zero, counts.stuck += of_part.stuck, counts.saturated += of_part.saturated;
+        });
+    }
+
+    // Some rows; arguments by value, that no store may alias.
+    template <Rounding WRITEBACK>
+    Counts rows(const Parameter p, const Target& target, const Step now, int64_t first, int64_t last) const {
+        Counts counts{};
         const bool shared = p.sharing != Sharing::elementwise, spread = shared && target.flat.rows != target.shape.rows;
-        for (int64_t r = 0; r < target.flat.rows; ++r)
+        for (int64_t r = first; r < last; ++r)
             for (int64_t c = 0; c < target.flat.columns; c += WIDTH) {
                 const int64_t i = r * target.flat.columns + c, count = target.flat.columns - c;
                 const Lane gradient = target.at(r, c) * now.coefficient;
@@ -117,7 +131,7 @@ private:
                                                      : own_root(p, i, count, absolute(gradient), now, counts) * now.unbias_root;
                 store_lane(target.tile + r * target.stride + c, element<WRITEBACK>(p, i, count, gradient, preconditioner, now, counts));
             }
-        counts_ = counts;
+        return counts;
     }
 
     uint32_t key(Rounding mode, int64_t t, uint32_t salt) const {
@@ -269,7 +283,7 @@ private:
 
 class Adam {
 public:
-    explicit Adam(const Settings& settings_) : settings(settings_) {}
+    Adam(const Settings& settings_, Workers& workers_) : settings(settings_), workers(workers_) {}
 
     // `copy(θ, index)` gives the tile's numbers.
     template <class Copy>
@@ -282,21 +296,24 @@ public:
         const float add = static_cast<float>(1 - settings.beta2), eps = static_cast<float>(settings.eps);
         const float decay = static_cast<float>(settings.weight_decay);
         const Single single(0);
-        for (int64_t r = 0; r < shape.rows; ++r)
-            for (int64_t c = 0; c < shape.columns; c += WIDTH) {
-                const int64_t i = r * shape.columns + c, count = shape.columns - c;
-                const Lane theta = single.load(p.data, i, count);
-                const Lane slope = target.at(r, c) * coefficient + decay * theta;
-                Lane m = single.load(p.first_moment, i, count), v = single.load(p.root_second_moment, i, count);
-                m = m + blend * (slope - m);
-                v = v * keep + add * slope * slope;
-                const Lane next = theta - step_size * m / (square_root(v) * unbias + eps);
-                single.store(p.first_moment, i, count, m), single.store(p.root_second_moment, i, count, v);
-                single.store(p.data, i, count, next);
-                store_lane(target.tile + r * target.stride + c, copy(next, static_cast<uint32_t>(i)));
-            }
+        workers.each(shape.rows, 1, WORK * shape.columns, [&](int64_t first, int64_t last) {
+            for (int64_t r = first; r < last; ++r)
+                for (int64_t c = 0; c < shape.columns; c += WIDTH) {
+                    const int64_t i = r * shape.columns + c, count = shape.columns - c;
+                    const Lane theta = single.load(p.data, i, count);
+                    const Lane slope = target.at(r, c) * coefficient + decay * theta;
+                    Lane m = single.load(p.first_moment, i, count), v = single.load(p.root_second_moment, i, count);
+                    m = m + blend * (slope - m);
+                    v = v * keep + add * slope * slope;
+                    const Lane next = theta - step_size * m / (square_root(v) * unbias + eps);
+                    single.store(p.first_moment, i, count, m), single.store(p.root_second_moment, i, count, v);
+                    single.store(p.data, i, count, next);
+                    store_lane(target.tile + r * target.stride + c, copy(next, static_cast<uint32_t>(i)));
+                }
+        });
     }
 
 private:
     const Settings& settings;
+    Workers& workers;
 };

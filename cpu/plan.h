@@ -52,6 +52,7 @@ struct Plan {
     bool naive;                    // every operation rounded, torch's Adam on the rounded state (naive.inl)
     bool round_actions;
     int networks;  // that have a gradient scale of their own
+    int threads;
 };
 
 struct Settings {

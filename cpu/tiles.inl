@@ -61,10 +61,11 @@ static inline void column_of_tiles(const Format format, const Product& p, int64_
 }
 
 template <class Format>
-static void multiply(const Format format, const Product& p) {
-    int64_t column = 0;
-    for (; column + 2 * WIDTH <= p.columns; column += 2 * WIDTH) column_of_tiles<2>(format, p, column);
-    for (; column < p.columns; column += WIDTH) column_of_tiles<1>(format, p, column);
+static void multiply(Workers& workers, const Format format, const Product& p) {
+    workers.each(p.columns, 2 * WIDTH, 2 * p.rows * p.inner, [&](int64_t column, int64_t end) {
+        for (; column + 2 * WIDTH <= end; column += 2 * WIDTH) column_of_tiles<2>(format, p, column);
+        for (; column < end; column += WIDTH) column_of_tiles<1>(format, p, column);
+    });
 }
 
 // The same product for few columns, from B's transpose: each element is summed in the lanes of a register.
@@ -97,8 +98,9 @@ SB3_FP16_LANE void transpose_quads(const float* from, int64_t from_stride, float
     for (int k = 0; k < 4; ++k) memcpy(to + k * to_stride, &y[k], sizeof(Quad));
 }
 
+constexpr int64_t BLOCK = 64;
+
 static void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to, int64_t to_stride) {
-    constexpr int64_t BLOCK = 64;
     const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
     for (int64_t row = 0; row < whole_rows; row += BLOCK)
         for (int64_t column = 0; column < whole_columns; column += BLOCK)
@@ -107,4 +109,11 @@ static void transpose(const float* from, int64_t from_stride, int64_t rows, int6
                     transpose_quads(from + r * from_stride + c, from_stride, to + c * to_stride + r, to_stride);
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; ++c) to[c * to_stride + r] = from[r * from_stride + c];
+}
+
+static void transpose(Workers& workers, const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
+                      int64_t to_stride) {
+    workers.each(rows, BLOCK, 4 * columns, [&](int64_t row, int64_t end) {
+        transpose(from + row * from_stride, from_stride, end - row, columns, to + row, to_stride);
+    });
 }

@@ -6,7 +6,7 @@ public:
     Update(const Plan& plan, const Rollout& rollout_, const Settings& settings_)
         : rollout(rollout_), settings(settings_), model(plan, std::min(settings_.batch_size, settings_.samples), true),
           head(model.compute, model.plan), samples(model.batch, outputs(), action_size()),
-          sharp(model.storage, settings, most(&Parameter::rows), most(&Parameter::columns)), adam(settings),
+          sharp(model.storage, settings, model.workers, most(&Parameter::rows), most(&Parameter::columns)), adam(settings, model.workers),
           naive{model.storage, settings},
           log_std0(model.log_std), log_std_gradient(model.log_std),
           row(zeros(padded(std::max({model.observation_size, outputs(), action_size()})))) {
@@ -279,7 +279,7 @@ private:
     void turn_weights() {
         for (NetworkSpace* space : {&model.policy, &model.value})
             for (LayerSpace& layer : space->layers)
-                transpose(layer.weight.data(), layer.in_stride, layer.shape.outputs, layer.shape.inputs, layer.transposed.data(),
+                transpose(model.workers, layer.weight.data(), layer.in_stride, layer.shape.outputs, layer.shape.inputs, layer.transposed.data(),
                           layer.out_stride);
     }
 

@@ -235,6 +235,26 @@ def test_losses_and_norm_far_from_the_behaviour_policy(toy, isa, precision):
     assert native["train/clip_fraction"] == pytest.approx(eager["train/clip_fraction"], abs=0.01)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("precision", ["fp16", "paper", "fp32", "amp-bf16-sr"])
+def test_more_threads_change_no_bit(toy, isa, precision):
+    models = []
+    for threads in (1, 3):
+        th.set_num_threads(threads)
+        try:
+            kwargs = {"net_arch": [400, 333]}
+            model = collected(PPOFP16, toy(), n_steps=256, precision=precision, n_epochs=2, policy_kwargs=kwargs)
+            model.use_engine(NativeEngine(model.policy, model.batch_size, isa))
+            np.random.seed(0)
+            model.train()
+        finally:
+            th.set_num_threads(1)
+        models.append(model)
+    one, three = (model.policy.parameters_to_vector() for model in models)
+    np.testing.assert_array_equal(one, three)
+    assert logged(models[0]) == logged(models[1])
+
+
 @pytest.mark.parametrize("precision", BOUNDS)
 def test_target_kl_stops_alike_and_leaves_the_same_random_state(toy, precision):
     settings = {"target_kl": 2e-3, "n_epochs": 50, "learning_rate": 3e-3, "n_steps": 256}

@@ -52,6 +52,8 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.GELU: "gelu",
 }
 _OVERRIDES = ("extract_features", "get_distribution", "predict_values", "_predict")
+ONE_THREAD_WIDTH = 128
+"""Layers up to this width run on one thread: waking another would take longer."""
 _NOT_FINITE, _SATURATED, _CHANGED = 1, 2, 4  # flags of an action
 
 
@@ -225,6 +227,7 @@ def _plan_of(policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> dic
         "two_sum": precision.log_ratio == "residual-twosum" and head == "gaussian",
         "round_actions": precision.round_actions,
         "networks": 1,
+        "threads": 1,
         "hands_on": policy.absolute_because is None,
         "corrects": policy.absolute_because is None and head == "gaussian" and not precision.round_actions,
     }
@@ -400,7 +403,8 @@ class NativeEngine(EagerEngine):
         del kept
         scale.scales = th.from_numpy(scales)
         scale.good_steps, scale.skipped_steps, scale.skips_at_floor = (th.tensor(int(count)) for count in counters)
-        if random_state is not None and stats["stopped_at_kl"] is not None:  # take back the orders of the epochs that were not begun
+        if random_state is not None and stats["stopped_at_kl"] is not None:
+            # Take back the orders of the epochs that were not begun.
             np.random.set_state(random_state)
             for _ in range(stats["epochs"]):
                 rollout.minibatch_rows()
@@ -466,7 +470,9 @@ class NativeEngine(EagerEngine):
         starts = np.cumsum([0, *(p.numel() for p in parameters)])
         for i, (entry, parameter) in enumerate(zip(plan["parameters"], parameters, strict=True)):
             entry.update(self._entry(i, parameter, int(starts[i])))
-        return plan | {"networks": len(self.networks)}
+        width = max(layer[3] for net in ("policy", "value") for layer in plan[net])
+        threads = th.get_num_threads() if width > ONE_THREAD_WIDTH else 1
+        return plan | {"networks": len(self.networks), "threads": threads}
 
     def _entry(self, i: int, parameter: nn.Parameter, first_element: int) -> dict[str, Any]:
         (group,) = self.optimizer.param_groups
