@@ -3,10 +3,13 @@
 template <class S, class C>
 class ActorOf final : public Actor {
 public:
-    explicit ActorOf(const Plan& plan) : model(plan, 1, false), head(model.compute, model.plan) { copy.resize(bytes()); }
+    explicit ActorOf(const Plan& plan)
+        : model(plan, 1, false), head(model.storage, model.plan), samples(1, model.outputs(), model.action_size()) {
+        copy.resize(bytes());
+    }
 
     int act(const Acting& step) override {
-        const bool is_new = differs();
+        const bool is_new = (step.look || unread) && differs();
         if (is_new) model.refresh();
         if (step.count > capacity) reserve(step.count);
         int flags = observe(step) | (is_new ? changed : 0);
@@ -24,16 +27,12 @@ public:
 
 private:
     Model<S, C> model;
-    ActionHead<C> head;
-    std::vector<Samples> samples;  // one, made when the number of environments is known
-    int64_t capacity = 0;
+    ActionHead<S> head;
+    Samples samples;
+    int64_t capacity = 1;
     std::vector<char> copy;  // of the parameters that the tiles were made from
     bool unread = true;
 
-    int64_t outputs() const { return model.plan.policy.back().outputs; }
-    int64_t action_size() const {
-        return model.plan.head == Head::categorical ? static_cast<int64_t>(model.plan.choices.size()) : outputs();
-    }
     size_t bytes_of(const Parameter& p) const {
         return static_cast<size_t>(p.rows * p.columns) * (model.plan.storage == Storage::fp32 ? sizeof(float) : sizeof(uint16_t));
     }
@@ -60,8 +59,7 @@ private:
         model.input = zeros(count * model.input_stride);
         for (NetworkSpace* space : {&model.policy, &model.value})
             for (LayerSpace& layer : space->layers) layer.output = zeros(count * layer.out_stride);
-        samples.clear();
-        samples.emplace_back(count, outputs(), action_size());
+        samples = Samples(count, model.outputs(), model.action_size());
     }
 
     // Round observations to storage, saturating.
@@ -86,15 +84,15 @@ private:
     }
 
     int choose(const Acting& step) {
-        Samples& at = samples.front();
+        Samples& at = samples;
         model.forward(model.policy, step.count);
         LayerSpace& actor = model.policy.head();
-        transpose(actor.output.data(), actor.out_stride, step.count, outputs(), at.outputs.data(), at.stride);
+        transpose(actor.output.data(), actor.out_stride, step.count, model.outputs(), at.outputs.data(), at.stride);
         Lane poison{};
         for (int64_t b = 0; b < step.count; ++b) {
             const float* row = actor.output.data() + b * actor.out_stride;
             for (int64_t c = 0; c < actor.out_stride; c += WIDTH) poison = poison + (load_lane(row + c) - load_lane(row + c));
-            if (step.behaviour) memcpy(step.behaviour + b * outputs(), row, static_cast<size_t>(outputs()) * sizeof(float));
+            if (step.behaviour) memcpy(step.behaviour + b * model.outputs(), row, static_cast<size_t>(model.outputs()) * sizeof(float));
         }
         if (!(sum_of(poison) == 0.0f)) return not_finite;
         if (model.plan.head == Head::gaussian) head.gaussian.begin(model.log_std.data(), model.log_std.data());
@@ -105,20 +103,20 @@ private:
 
     // The action of environment b. Discrete ones are the largest p/e over exponential draws e, as in torch's multinomial.
     void sample(const Acting& step, int64_t b) {
-        Samples& at = samples.front();
+        Samples& at = samples;
         const auto output = [&](int64_t j) { return at.outputs[static_cast<size_t>(j * at.stride + b)]; };
         const auto set = [&](int64_t j, float action) {
-            step.actions[b * action_size() + j] = at.actions[static_cast<size_t>(j * at.stride + b)] = action;
+            step.actions[b * model.action_size() + j] = at.actions[static_cast<size_t>(j * at.stride + b)] = action;
         };
         if (model.plan.head == Head::gaussian) {
-            for (int64_t j = 0; j < outputs(); ++j) {
-                const float spread = step.noise ? exponential(model.log_std[static_cast<size_t>(j)]) * step.noise[b * outputs() + j] : 0.0f;
+            for (int64_t j = 0; j < model.outputs(); ++j) {
+                const float spread = step.noise ? exponential(model.log_std[static_cast<size_t>(j)]) * step.noise[b * model.outputs() + j] : 0.0f;
                 const float action = output(j) + spread;
                 set(j, step.noise && model.plan.round_actions ? stored(action) : action);
             }
         } else if (model.plan.head == Head::bernoulli) {
-            for (int64_t j = 0; j < outputs(); ++j)
-                set(j, (step.noise ? step.noise[b * outputs() + j] : 0.5f) < logistic(output(j)) ? 1.0f : 0.0f);
+            for (int64_t j = 0; j < model.outputs(); ++j)
+                set(j, (step.noise ? step.noise[b * model.outputs() + j] : 0.5f) < logistic(output(j)) ? 1.0f : 0.0f);
         } else {
             const float* noise = step.noise;
             int64_t first = 0, h = 0;
@@ -142,13 +140,13 @@ private:
     }
 
     void log_probs(const Acting& step) {
-        Samples& at = samples.front();
+        Samples& at = samples;
         Lane entropy;
         for (int64_t s = 0; s < step.count; s += WIDTH) {
             const Lane log_prob = model.plan.naive ? head.naive_log_prob(at, s, &entropy) : head.log_prob(at, s, &entropy);
             Lane correction{};
             if (step.correction) {
-                for (int64_t j = 0; j < action_size(); ++j) {
+                for (int64_t j = 0; j < model.action_size(); ++j) {
                     float* actions = &at.actions[static_cast<size_t>(j * at.stride + s)];
                     store_lane(actions, model.storage.round(clamped(load_lane(actions), -model.storage.largest, model.storage.largest)));
                 }

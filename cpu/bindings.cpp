@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -148,6 +149,16 @@ py::dict dictionary_of(const Stats& stats) {
     return result;
 }
 
+// Whether Python has a signal to handle; asked rarely, as another thread may hold the GIL for long.
+bool interrupted() {
+    using Clock = std::chrono::steady_clock;
+    thread_local Clock::time_point asked = Clock::now();
+    if (Clock::now() - asked < std::chrono::milliseconds(20)) return false;
+    py::gil_scoped_acquire acquire;
+    asked = Clock::now();
+    return PyErr_CheckSignals() != 0;
+}
+
 py::dict update(const std::string& isa, const py::dict& plan_, const py::dict& rollout_, const py::dict& settings_,
                 py::array_t<int64_t, py::array::c_style> order, py::array_t<float, py::array::c_style> scales,
                 py::array_t<int64_t, py::array::c_style> counters) {
@@ -165,10 +176,7 @@ py::dict update(const std::string& isa, const py::dict& plan_, const py::dict& r
     Stats stats;
     {
         py::gil_scoped_release release;
-        stats = engine.update(plan, rollout, settings, rows, scale, [] {
-            py::gil_scoped_acquire acquire;
-            return PyErr_CheckSignals() != 0;
-        });
+        stats = engine.update(plan, rollout, settings, rows, scale, interrupted);
     }
     for (int k = 0; k < plan.networks; ++k) s[k] = scale.scales[k];
     c[0] = scale.good_steps, c[1] = scale.skipped_steps, c[2] = scale.skips_at_floor;
@@ -184,8 +192,10 @@ public:
           hands_on(plan_["hands_on"].cast<bool>()) {}
 
     // (flags, actions, values, log-probabilities, behaviour, correction); None where not wanted.
-    py::tuple act(const py::array& observations, const py::object& noise, bool wants_actions, bool wants_values) {
+    py::tuple act(const py::array& observations, const py::object& noise, bool wants_actions, bool wants_values, bool look) {
         Acting step{};
+        Floats draws;
+        step.look = look;
         step.observations_are_double = py::isinstance<py::array_t<double>>(observations);
         const int64_t size = plan.policy.front().inputs;
         if (!(observations.flags() & py::array::c_style) || observations.size() % size != 0 ||
@@ -206,7 +216,7 @@ public:
             if (hands_on) make(behaviour, step.behaviour, {step.count, outputs});
             if (corrects) make(correction, step.correction, {step.count});
             if (!noise.is_none()) {
-                const Floats draws = noise.cast<Floats>();
+                draws = noise.cast<Floats>();
                 if (draws.size() != step.count * outputs) throw std::invalid_argument("noise has the wrong size");
                 step.noise = draws.data();
             }
@@ -223,11 +233,18 @@ private:
 
 int64_t gae(const std::string& isa, const std::string& storage, const py::dict& arrays, const Floats& last_values,
             const Floats& last_continues, double gamma, double lambda) {
-    const auto words = [&](const char* name) { return arrays[name].cast<py::array>(); };
-    const py::array rewards = words("rewards");
+    const py::array rewards = arrays["rewards"].cast<py::array>();
+    if (rewards.ndim() != 2) throw std::invalid_argument("rewards have two dimensions");
     const int64_t steps = rewards.shape(0), envs = rewards.shape(1);
+    const auto words = [&](const char* name) {
+        const py::array array = arrays[name].cast<py::array>();
+        const py::ssize_t bytes = std::string(name) == "episode_starts" ? 1 : storage_of(storage) == Storage::fp32 ? 4 : 2;
+        if (array.size() != steps * envs || array.itemsize() != bytes || !(array.flags() & py::array::c_style))
+            throw std::invalid_argument(std::string(name) + " has another size or layout than the rollout");
+        return array;
+    };
     if (last_values.size() != envs || last_continues.size() != envs) throw std::invalid_argument("one last value per environment");
-    return engine_of(isa).gae({storage_of(storage), significand_bits_of(storage), steps, envs, rewards.data(), words("values").data(),
+    return engine_of(isa).gae({storage_of(storage), significand_bits_of(storage), steps, envs, words("rewards").data(), words("values").data(),
                                static_cast<const uint8_t*>(words("episode_starts").data()), last_values.data(), last_continues.data(),
                                gamma, lambda, words("advantages").mutable_data(), words("returns").mutable_data()});
 }
@@ -260,10 +277,12 @@ private:
         if (step < 0 || step >= array.shape(0) || values.size() != size || !(values.flags() & py::array::c_style)) return -1;
         char* row = static_cast<char*>(array.mutable_data()) + step * size * array.itemsize();
         const char from = values.dtype().kind(), to = array.dtype().kind();
+        if (values.dtype().byteorder() == '>') return -1;
         if (from == 'f' && (to == 'f' || to == 'V') && array.itemsize() <= 4) {
             const Storage kind = array.itemsize() == 4 ? Storage::fp32 : storage;  // log-probabilities are always FP32
             if (values.itemsize() == 4) return engine.store(kind, significand_bits, static_cast<const float*>(values.data()), row, size);
             const Floats single = Floats::ensure(values);
+            if (!single) return -1;
             return engine.store(kind, significand_bits, single.data(), row, size);
         }
         if (from == to && values.itemsize() == array.itemsize())

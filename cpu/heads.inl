@@ -39,7 +39,8 @@ SB3_FP16_LANE Lane two_sum(const C& format, Lane a, Lane b, Lane* low) {
 template <class C>
 struct GaussianHead {
     struct Dimension {
-        float log_std, log_std0, inverse_std, inverse_std0, change, t;  // t = expm1(−Δl)
+        float log_std, inverse_std, inverse_std0, change, t;  // t = expm1(−Δl)
+        float rounded_inverse_std0, rounded_change, rounded_t;
     };
     const C& format;
     int64_t dims;
@@ -54,9 +55,11 @@ struct GaussianHead {
     void begin(const float* log_std, const float* log_std0) {
         for (int64_t j = 0; j < dims; ++j) {
             Dimension& at = dimensions[static_cast<size_t>(j)];
-            at.log_std = log_std[j], at.log_std0 = log_std0[j], at.change = log_std[j] - log_std0[j];
+            at.log_std = log_std[j], at.change = log_std[j] - log_std0[j];
             at.inverse_std = exponential(-log_std[j]), at.inverse_std0 = exponential(-log_std0[j]);
             at.t = exponential_minus_1(-at.change);
+            at.rounded_inverse_std0 = rounded(at.inverse_std0), at.rounded_change = rounded(at.change);
+            at.rounded_t = rounded(exponential_minus_1(-at.rounded_change));
             log_std_gradient[static_cast<size_t>(j)] = through_exp[static_cast<size_t>(j)] = 0.0;
         }
     }
@@ -66,6 +69,8 @@ struct GaussianHead {
         for (const Dimension& at : dimensions) sum += static_cast<double>(at.log_std) + 0.5 + static_cast<double>(LOG_SQRT_2PI);
         return static_cast<float>(sum);
     }
+
+    float rounded(float x) const { return format.round(lane_of(x))[0]; }
 
     void keep_z(int64_t j, Lane x) { store_lane(&z[static_cast<size_t>(j * WIDTH)], x); }
 
@@ -102,13 +107,13 @@ struct GaussianHead {
         Lane high{}, low{};
         for (int64_t j = 0; j < dims; ++j) {
             const Dimension& at = dimensions[static_cast<size_t>(j)];
-            const Lane mean0 = samples.output0(j, s), inverse_std0 = r(exponential(lane_of(-at.log_std0)));
+            const Lane mean0 = samples.output0(j, s);
+            const float inverse_std0 = at.rounded_inverse_std0, dl = at.rounded_change, t = at.rounded_t;
             const Lane z0 = r(r(samples.action(j, s) - mean0) * inverse_std0);
-            const Lane dl = r(lane_of(at.change)), t = r(exponential_minus_1(-dl));
             const Lane q = r(r(samples.output(j, s) - mean0) * inverse_std0);
             Lane dz_low, low1, low2;
             const Lane dz = two_sum(format, r(z0 * t), -r(q + r(q * t)), &dz_low);
-            const Lane first = two_sum(format, -dl, -r(z0 * dz), &low1);
+            const Lane first = two_sum(format, lane_of(-dl), -r(z0 * dz), &low1);
             high = high + two_sum(format, first, -r(0.5f * r(dz * dz)), &low2);
             low = low + r(r(low1 + low2) - r(r(z0 + dz) * dz_low));
         }
@@ -154,9 +159,8 @@ struct GaussianHead {
 
     float naive_log_std_gradient(int64_t j) const {
         const size_t at = static_cast<size_t>(j);
-        const auto r = [this](float x) { return format.round(lane_of(x))[0]; };
-        const float of_exp = r(static_cast<float>(through_exp[at])), direct = r(static_cast<float>(log_std_gradient[at]));
-        return r(direct - r(of_exp * r(dimensions[at].inverse_std)));
+        const float of_exp = rounded(static_cast<float>(through_exp[at])), direct = rounded(static_cast<float>(log_std_gradient[at]));
+        return rounded(direct - rounded(of_exp * rounded(dimensions[at].inverse_std)));
     }
 
     // ∂d/∂μ = z e^{−l}, ∂d/∂l = z² − 1; entropy does not depend on the state.
@@ -209,7 +213,7 @@ struct CategoricalHead {
             for (int64_t k = 0; k < choices[h]; ++k) {
                 const Lane p = exponential(logit(k) - total);
                 store_lane(&probability[static_cast<size_t>((first + k) * WIDTH)], p);
-                mean_logit = mean_logit + p * (logit(k) - total);
+                mean_logit = mean_logit + p * larger(lane_of(-LARGEST_FLOAT), logit(k) - total);  // a masked choice's is −inf
                 sum = sum + select(action == static_cast<float>(k), logit(k) - total, Lane{});
             }
             store_lane(&normalizer[h * WIDTH], total), store_lane(&head_entropy[h * WIDTH], -mean_logit);
@@ -225,7 +229,10 @@ struct CategoricalHead {
         for (size_t h = 0; h < choices.size(); first += choices[h++]) {
             const Lane action = samples.action(static_cast<int64_t>(h), s);
             const auto logit0 = [&](int64_t k) { return samples.output0(first + k, s); };
-            const auto change = [&](int64_t k) { return samples.output(first + k, s) - logit0(k); };
+            const auto change = [&](int64_t k) {
+                const Lane logit = samples.output(first + k, s);
+                return select(logit == logit0(k), Lane{}, logit - logit0(k));  // 0 where both mask a choice
+            };
             const Lane total0 = log_sum_exp(choices[h], logit0);
             Lane of_action{}, sum{}, largest = lane_of(-INFINITY);
             for (int64_t k = 0; k < choices[h]; ++k)
@@ -256,7 +263,7 @@ struct CategoricalHead {
             const Lane total = load_lane(&normalizer[h * WIDTH]), entropy = load_lane(&head_entropy[h * WIDTH]);
             for (int64_t k = 0; k < choices[h]; ++k) {
                 const Lane p = load_lane(&probability[static_cast<size_t>((first + k) * WIDTH)]);
-                const Lane log_p = samples.output(first + k, s) - total;
+                const Lane log_p = larger(lane_of(-LARGEST_FLOAT), samples.output(first + k, s) - total);
                 samples.set_signal(first + k, s, slope * (is(action, k) - p) - entropy_slope * p * (log_p + entropy));
             }
         }

@@ -85,12 +85,14 @@ constexpr uint32_t ALL_LANES = (1u << WIDTH) - 1u;
 
 // Lanes are added in halves, so that a sum in 16 lanes is the same on every instruction set.
 SB3_FP16_LANE float sum_of(Lane x) {
-    for (uint32_t distance = WIDTH / 2; distance; distance /= 2) x = x + __builtin_shuffle(x, positions() ^ distance);
+    for (int width = WIDTH / 2; width; width /= 2)
+        for (int l = 0; l < width; ++l) x[l] = x[l] + x[l + width];
     return x[0];
 }
 
 SB3_FP16_LANE float largest_of(Lane x) {
-    for (uint32_t distance = WIDTH / 2; distance; distance /= 2) x = larger(__builtin_shuffle(x, positions() ^ distance), x);
+    for (int width = WIDTH / 2; width; width /= 2)
+        for (int l = 0; l < width; ++l) x[l] = x[l + width] > x[l] ? x[l + width] : x[l];
     return x[0];
 }
 

@@ -9,7 +9,7 @@ static Floats zeros(int64_t count) { return Floats(static_cast<size_t>(count), 0
 
 constexpr int64_t NARROW = 3;  // layers with so few outputs are summed along their inputs
 
-// A layer's workspace; the last six belong to training.
+// A layer's workspace; what follows `weight` belongs to training.
 struct LayerSpace {
     Layer shape;
     int64_t in_stride, out_stride;
@@ -89,7 +89,12 @@ struct Model {
           observation_size(plan.policy.front().inputs), input_stride(spaced(observation_size)) {
         input = zeros(batch * input_stride);
         reserve(policy, plan.policy, trains), reserve(value, plan.value, trains);
-        if (plan.log_std >= 0) log_std = zeros(padded(parameter(plan.log_std).rows));
+        if (plan.log_std >= 0) log_std = zeros(padded(parameter(plan.log_std).columns));
+    }
+
+    int64_t outputs() const { return plan.policy.back().outputs; }
+    int64_t action_size() const {
+        return plan.head == Head::categorical ? static_cast<int64_t>(plan.choices.size()) : outputs();
     }
 
     const Parameter& parameter(int position) const { return plan.parameters[static_cast<size_t>(position)]; }
@@ -143,7 +148,8 @@ struct Model {
             }
         if (plan.log_std < 0) return;
         const Parameter& p = parameter(plan.log_std);
-        for (int64_t j = 0; j < p.rows; j += WIDTH) store_lane(&log_std[static_cast<size_t>(j)], storage.load(p.data, j, p.rows - j));
+        for (int64_t j = 0; j < p.columns; j += WIDTH)
+            store_lane(&log_std[static_cast<size_t>(j)], storage.load(p.data, j, p.columns - j));
     }
 
     void forward(NetworkSpace& space, int64_t count) {

@@ -19,6 +19,13 @@ struct Target {
     Lane at(int64_t row, int64_t column) const { return load_lane(gradient + row * stride + column); }
 };
 
+// The sum of PAD lanes, the same for every instruction set.
+SB3_FP16_LANE float sum_of_lanes(Lane* parts) {
+    for (int distance = PAD / WIDTH / 2; distance; distance /= 2)
+        for (int l = 0; l < distance; ++l) parts[l] = parts[l] + parts[l + distance];
+    return sum_of(parts[0]);
+}
+
 static float largest_magnitude(const Target& t) {
     Lane largest{};
     for (int64_t r = 0; r < t.flat.rows; ++r)
@@ -42,9 +49,7 @@ static double sum_squares(Target& t) {
                 float* column = &t.column_squares[static_cast<size_t>(at)];
                 store_lane(column, load_lane(column) + square);
             }
-        for (int distance = PAD / WIDTH / 2; distance; distance /= 2)
-            for (int l = 0; l < distance; ++l) sum[l] = sum[l] + sum[l + distance];
-        const float squares = sum_of(sum[0]);
+        const float squares = sum_of_lanes(sum);
         if (!t.row_squares.empty()) t.row_squares[static_cast<size_t>(r)] = squares;
         total += static_cast<double>(squares);
     }
@@ -55,11 +60,15 @@ constexpr int64_t WORK = 32;  // per element of an optimizer step, with its memo
 
 // s·sqrt(mean (x/s)²), s a power of two near max|x|; x is padded with 0.
 static float root_mean_square(const float* x, int64_t count) {
-    Lane largest{}, sum{};
+    Lane largest{}, sum[PAD / WIDTH] = {};
     for (int64_t i = 0; i < count; i += WIDTH) largest = larger(absolute(load_lane(x + i)), largest);
     const Lane power = power_of_two(lane_of(largest_of(largest))), inverse = inverse_of_power(power);
-    for (int64_t i = 0; i < count; i += WIDTH) sum = sum + (load_lane(x + i) * inverse) * (load_lane(x + i) * inverse);
-    return power[0] * std::sqrt(sum_of(sum) / static_cast<float>(count));
+    for (int64_t i = 0; i < count; i += PAD)
+        for (int l = 0; l < PAD / WIDTH; ++l) {
+            const Lane scaled = load_lane(x + i + l * WIDTH) * inverse;
+            sum[l] = sum[l] + scaled * scaled;
+        }
+    return power[0] * std::sqrt(sum_of_lanes(sum) / static_cast<float>(count));
 }
 
 template <class S>

@@ -100,6 +100,7 @@ struct Acting {
     const void* observations;  // FP32 or FP64
     bool observations_are_double;
     int64_t count;
+    bool look;  // compare all parameters with those of the step before
     const float* noise;  // standard normal, exponential or uniform draws; null: the distribution's mode
     float* actions;
     float* values;

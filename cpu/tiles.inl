@@ -63,6 +63,8 @@ static inline void column_of_tiles(const Format format, const Product& p, int64_
 template <class Format>
 static void multiply(Workers& workers, const Format format, const Product& p) {
     workers.each(p.columns, 2 * WIDTH, 2 * p.rows * p.inner, [&](int64_t column, int64_t end) {
+        if (p.rows == 1)  // more sums at a time than one row of two lanes has
+            for (; column + 4 * WIDTH <= end; column += 4 * WIDTH) tile<1, 4>(format, p, 0, column);
         for (; column + 2 * WIDTH <= end; column += 2 * WIDTH) column_of_tiles<2>(format, p, column);
         for (; column < end; column += WIDTH) column_of_tiles<1>(format, p, column);
     });
@@ -82,19 +84,24 @@ static void multiply_narrow(const Format format, const Product& p, const float* 
 
 // to[column][row] = from[row][column]: four by four in registers, in blocks that stay in the cache.
 typedef float Quad __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define SB3_FP16_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
 typedef int32_t QuadIndex __attribute__((vector_size(16)));
+#define SB3_FP16_PICK(a, b, ...) __builtin_shuffle(a, b, QuadIndex{__VA_ARGS__})
+#endif
 
 SB3_FP16_LANE void transpose_quads(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
     Quad x[4];
     for (int k = 0; k < 4; ++k) memcpy(&x[k], from + k * from_stride, sizeof(Quad));
-    const Quad low01 = __builtin_shuffle(x[0], x[1], QuadIndex{0, 4, 1, 5});
-    const Quad low23 = __builtin_shuffle(x[2], x[3], QuadIndex{0, 4, 1, 5});
-    const Quad high01 = __builtin_shuffle(x[0], x[1], QuadIndex{2, 6, 3, 7});
-    const Quad high23 = __builtin_shuffle(x[2], x[3], QuadIndex{2, 6, 3, 7});
-    const Quad y[4] = {__builtin_shuffle(low01, low23, QuadIndex{0, 1, 4, 5}),
-                       __builtin_shuffle(low01, low23, QuadIndex{2, 3, 6, 7}),
-                       __builtin_shuffle(high01, high23, QuadIndex{0, 1, 4, 5}),
-                       __builtin_shuffle(high01, high23, QuadIndex{2, 3, 6, 7})};
+    const Quad low01 = SB3_FP16_PICK(x[0], x[1], 0, 4, 1, 5);
+    const Quad low23 = SB3_FP16_PICK(x[2], x[3], 0, 4, 1, 5);
+    const Quad high01 = SB3_FP16_PICK(x[0], x[1], 2, 6, 3, 7);
+    const Quad high23 = SB3_FP16_PICK(x[2], x[3], 2, 6, 3, 7);
+    const Quad y[4] = {SB3_FP16_PICK(low01, low23, 0, 1, 4, 5),
+                       SB3_FP16_PICK(low01, low23, 2, 3, 6, 7),
+                       SB3_FP16_PICK(high01, high23, 0, 1, 4, 5),
+                       SB3_FP16_PICK(high01, high23, 2, 3, 6, 7)};
     for (int k = 0; k < 4; ++k) memcpy(to + k * to_stride, &y[k], sizeof(Quad));
 }
 

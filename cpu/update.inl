@@ -5,7 +5,7 @@ class Update {
 public:
     Update(const Plan& plan, const Rollout& rollout_, const Settings& settings_)
         : rollout(rollout_), settings(settings_), model(plan, std::min(settings_.batch_size, settings_.samples), true),
-          head(model.compute, model.plan), samples(model.batch, outputs(), action_size()),
+          head(model.storage, model.plan), samples(model.batch, outputs(), action_size()),
           sharp(model.storage, settings, model.workers, most(&Parameter::rows), most(&Parameter::columns)), adam(settings, model.workers),
           naive{model.storage, settings},
           log_std0(model.log_std), log_std_gradient(model.log_std),
@@ -65,7 +65,7 @@ private:
     const Rollout rollout;
     const Settings settings;
     Model<S, C> model;
-    ActionHead<C> head;
+    ActionHead<S> head;
     Samples samples;
     Sharp<S> sharp;
     Adam adam;
@@ -74,10 +74,8 @@ private:
     Floats log_std0, log_std_gradient, row;
     Floats advantages, returns, old_values, predictions, value_signal;
 
-    int64_t outputs() const { return model.plan.policy.back().outputs; }
-    int64_t action_size() const {
-        return model.plan.head == Head::categorical ? static_cast<int64_t>(model.plan.choices.size()) : outputs();
-    }
+    int64_t outputs() const { return model.outputs(); }
+    int64_t action_size() const { return model.action_size(); }
     int64_t most(int64_t Parameter::* extent) const {
         int64_t found = 0;
         for (const Parameter& p : model.plan.parameters) found = std::max(found, p.*extent);
@@ -86,7 +84,7 @@ private:
 
     void find_targets() {
         for (const Parameter& p : model.plan.parameters) {
-            const Shape shape = p.columns == 1 ? Shape{1, p.rows} : Shape{p.rows, p.columns};  // a vector is one row
+            const Shape shape{p.rows, p.columns};
             targets.push_back({shape, shape, nullptr, nullptr, 0, 1.0f, {}, {}});
             if (p.sharing == Sharing::elementwise || !S::rounds) continue;
             targets.back().row_squares = zeros(padded(p.rows));
@@ -284,7 +282,7 @@ private:
     }
 
     void round_signals(LayerSpace& actor, LayerSpace& critic, int64_t count) {
-        const auto round = [this](float* x, int64_t n, const auto& format) {
+        const auto round = [](float* x, int64_t n, const auto& format) {
             for (int64_t i = 0; i < n; i += WIDTH) store_lane(x + i, format.round_words(load_lane(x + i)));
         };
         transpose(samples.signal.data(), samples.stride, outputs(), count, actor.signal.data(), actor.out_stride);

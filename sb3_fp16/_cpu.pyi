@@ -6,7 +6,12 @@ from numpy.typing import NDArray
 class Actor:
     def __init__(self, isa: str, plan: dict[str, Any]) -> None: ...
     def act(
-        self, observations: NDArray[Any], noise: NDArray[np.float32] | None, wants_actions: bool, wants_values: bool
+        self,
+        observations: NDArray[Any],
+        noise: NDArray[np.float32] | None,
+        wants_actions: bool,
+        wants_values: bool,
+        look: bool,
     ) -> tuple[int, Any, Any, Any, Any, Any]: ...
 
 class Recorder:

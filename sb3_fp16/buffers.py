@@ -115,7 +115,7 @@ class RolloutBufferFP16(RolloutBuffer):
                 raise ValueError(f"{name}={getattr(self, name)!r}; expected a finite number.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_recorder": None}  # which refers to memory; copies do without until their next rollout
+        return {**vars(self), "_recorder": None}  # which refers to memory; copies do without until they make their own
 
     def reset(self) -> None:
         """Empty the buffer."""
@@ -132,6 +132,7 @@ class RolloutBufferFP16(RolloutBuffer):
         self.episode_starts = np.zeros(steps, dtype=bool)
         self.log_probs = self.corrections = self.behaviour = None
         self._recorder = self._log_std = None
+        self._recorded: tuple[Any, ...] = self._step_arrays()
         self.saturated = dict.fromkeys(self.saturated, 0)
         self.pos, self.full, self.generator_ready = 0, False, False
 
@@ -183,6 +184,8 @@ class RolloutBufferFP16(RolloutBuffer):
     def _record(self, obs: Any, action: Array, reward: Array, episode_start: Array, acted: Acted) -> bool:
         """The usual step in one native call; false where it is not usual, and nothing counts as stored."""
         behaviour = acted.behaviour or (None,)
+        if any(a is not b for a, b in zip(self._recorded, self._step_arrays(), strict=True)):
+            self._make_recorder()  # a callback has replaced an array
         if self._recorder is None:
             return False
         log_std = behaviour[-1] if len(behaviour) == 2 else self._log_std
@@ -238,11 +241,16 @@ class RolloutBufferFP16(RolloutBuffer):
         """For rollouts of arrays; one with log_std per step is stored in Python."""
         behaviour = self.behaviour or (None,)
         usual = isinstance(self.observations, np.ndarray) and all(x is None or x.ndim != 3 for x in behaviour[1:])
-        if _ISA is None or not usual:
-            self._recorder = None
-            return
-        arrays = [self.observations, self.actions, self.rewards, self.values, self.episode_starts, self.log_probs]
-        self._recorder = _cpu.Recorder(_ISA, self.precision.storage, [*arrays, behaviour[0], self.corrections])
+        self._recorded = self._step_arrays()
+        self._recorder = None
+        if _ISA is not None and usual and all(x is None or x.flags.c_contiguous for x in self._recorded[:6]):
+            arrays = [*self._recorded[:6], behaviour[0], self.corrections]
+            self._recorder = _cpu.Recorder(_ISA, self.precision.storage, arrays)
+
+    def _step_arrays(self) -> tuple[Any, ...]:
+        """What a step is stored in, in the order of the recorder's arguments."""
+        of_rollout = (self.observations, self.actions, self.rewards, self.values, self.episode_starts, self.log_probs)
+        return (*of_rollout, self.behaviour, self.corrections)
 
     def _store_behaviour(self, array: Array, parameter: Array) -> Array:
         values = self._rounded(parameter)
@@ -279,9 +287,12 @@ class RolloutBufferFP16(RolloutBuffer):
         """
         next_value = last_values.detach().cpu().numpy().flatten().astype(np.float32)
         continues = 1.0 - dones.astype(np.float32)
-        if _ISA is not None:
-            names = ("rewards", "values", "episode_starts", "advantages", "returns")
-            arrays = {name: getattr(self, name) for name in names}
+        names = ("rewards", "values", "episode_starts", "advantages", "returns")
+        arrays = {name: getattr(self, name) for name in names}
+        steps, kind = (self.buffer_size, self.n_envs), self.precision.numpy_dtype
+        dtypes = dict.fromkeys(names, kind) | {"episode_starts": np.dtype(bool)}
+        as_made = all(x.shape == steps and x.dtype == dtypes[n] and x.flags.c_contiguous for n, x in arrays.items())
+        if _ISA is not None and as_made:
             self.saturated["returns"] += _cpu.gae(
                 _ISA, self.precision.storage, arrays, next_value, continues, self.gamma, self.gae_lambda
             )

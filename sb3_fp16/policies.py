@@ -325,7 +325,7 @@ class HalfPrecisionPolicy(ActorCriticPolicy):
         """None in training mode, where the caller wants gradients, and for observations that are no plain array."""
         if self.actor is None or self.training or th.is_grad_enabled():
             return None
-        return self.actor if isinstance(obs, Tensor) and obs.device.type == "cpu" and obs.is_contiguous() else None
+        return self.actor if isinstance(obs, Tensor) and obs.device.type == "cpu" else None
 
     def set_training_mode(self, mode: bool) -> None:
         """

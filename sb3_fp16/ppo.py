@@ -20,7 +20,7 @@ from torch import Tensor
 from sb3_fp16 import saving
 from sb3_fp16.buffers import Acted, Array, RolloutBufferFP16
 from sb3_fp16.engines import Engine, UpdateSettings, UpdateStats, select_engine
-from sb3_fp16.policies import Actor, ActorCriticPolicyFP16, HalfPrecisionPolicy, half_precision
+from sb3_fp16.policies import ActorCriticPolicyFP16, HalfPrecisionPolicy, half_precision
 from sb3_fp16.precision import Precision, PrecisionReport, ReportRow
 from sb3_fp16.scalars import explained_variance
 from sb3_fp16.sharp import SHARP, state_scale_for
@@ -129,20 +129,15 @@ class PPOFP16(PPO):
         :return: false if the callback has ended training
         :raises ValueError: for observations, actions and rewards that are not finite
         """
-        actor = self._original_policy.actor
+        actor = self._original_policy.actor = self.engine.actor
         if actor is None or self.use_sde or self.policy is not self._original_policy:
             return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
         if not isinstance(rollout_buffer, RolloutBufferFP16) or type(rollout_buffer).add is not RolloutBufferFP16.add:
             return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
-        return self._collect_with(actor, env, callback, rollout_buffer, n_rollout_steps)
+        return self._collect(env, callback, rollout_buffer, n_rollout_steps)
 
-    def _collect_with(
-        self,
-        actor: Actor,
-        env: VecEnv,
-        callback: BaseCallback,
-        rollout_buffer: RolloutBufferFP16,
-        n_rollout_steps: int,
+    def _collect(
+        self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBufferFP16, n_rollout_steps: int
     ) -> bool:
         """The loop of SB3's ``collect_rollouts``."""
         assert self._last_obs is not None, "No previous observation was provided"
@@ -154,7 +149,8 @@ class PPOFP16(PPO):
         while n_steps < n_rollout_steps:
             obs = cast(Array, self._last_obs)
             obs_tensor = th.as_tensor(obs)
-            actions, acted = actor.act(obs) or self._act_on_torch(obs_tensor)
+            actor = self._original_policy.actor  # of the policy as it is now
+            actions, acted = (actor and actor.act(obs)) or self._act_on_torch(obs_tensor)
             values, log_probs = th.from_numpy(acted.value), th.from_numpy(acted.log_prob)
             clipped_actions = actions if box is None else np.minimum(np.maximum(actions, box.low), box.high)
             new_obs, rewards, dones, infos = env.step(clipped_actions)

@@ -196,6 +196,75 @@ def test_observations_that_are_not_finite_or_out_of_range(toy):
     )
 
 
+def test_fp64_observations_beyond_fp32(toy):
+    model = made(toy(dtype=np.float64))
+    with pytest.warns(UserWarning, match="saturates in fp16"):
+        model.predict(np.array([1e300, 0, 0]))
+    model.rollout_buffer.add(
+        np.full((1, 3), 1e300),
+        np.zeros((1, 2)),
+        np.zeros(1),
+        np.zeros(1),
+        *both_forward(model, th.zeros(1, 3))[0][1:],
+    )
+    assert (model.rollout_buffer.observations[0] == 65504).all()
+    assert model.rollout_buffer.saturated["observations"] == 3
+
+
+def test_observations_of_any_memory_layout_and_no_other_shape(toy):
+    model = made(toy(), precision="fp32")
+    obs = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+    strided = obs.T[::2]
+    wanted, _ = model.predict(np.ascontiguousarray(strided), deterministic=True)
+    np.testing.assert_array_equal(model.predict(strided, deterministic=True)[0], wanted)
+    actor = model.policy.actor
+    np.testing.assert_array_equal(actor.predict(strided, True), actor.predict(np.ascontiguousarray(strided), True))
+    assert actor.predict(np.zeros((1, 6), np.float32), True) is None, "two rows of three are not one of six"
+    assert actor.predict(np.zeros((0, 3), np.float32), True).shape == (0, 2)
+
+
+def test_threads_may_act_for_different_numbers_of_environments(toy):
+    policy = made(toy()).policy
+    policy.set_training_mode(False)
+    failures = []
+
+    def run(envs):
+        try:
+            for _ in range(200):
+                assert policy.actor.act(np.zeros((envs, 3), np.float32))[0].shape == (envs, 2)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(envs,)) for envs in (1, 2, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_change_is_not_forgotten_over_an_observation_that_is_refused(toy):
+    model = made(toy())
+    model.policy.set_training_mode(False)
+    actor = model.policy.actor
+    actor.act(np.zeros((1, 3), np.float32))
+    model.policy.log_std.data -= 1
+    assert actor.act(np.full((1, 3), np.nan, np.float32)) is None
+    assert (actor.act(np.zeros((1, 3), np.float32))[1].behaviour[1] == -1).all()
+
+
+@pytest.mark.parametrize("edit", ["in_place", "another_tensor", "load_state_dict", "vector", "through_data"])
+def test_weights_of_large_networks_are_looked_at_when_torch_says_so(toy, edit):
+    model = made(toy(), policy_kwargs={"net_arch": [512, 512]})
+    policy, obs = model.policy, np.zeros((1, 3), np.float32)
+    policy.set_training_mode(False)
+    before = policy.actor.predict_values(obs).item()
+    getattr(Edits, edit)(policy)
+    if edit == "through_data":
+        policy.set_training_mode(False)  # as every rollout and every predict() begins
+    assert policy.actor.predict_values(obs).item() == pytest.approx(before + 1, abs=2e-3)
+
+
 def test_outputs_that_overflow_are_an_error(toy):
     model = made(toy())
     model.policy.action_net.weight.data.fill_(6e4)

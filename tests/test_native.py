@@ -6,16 +6,19 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
 from sb3_fp16 import PPOFP16, SHARP, Precision
+from sb3_fp16.buffers import RolloutBufferFP16
 from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.engines.native import NativeEngine
 from sb3_fp16.rounding import FORMATS
@@ -35,9 +38,12 @@ def both(toy_env, isa="portable", updates=1, seed=0, **settings):
     before = models[0].policy.parameters_to_vector()
     for model in models:
         np.random.seed(seed)
-        for _ in range(updates):
-            model.train()
-        assert model.engine.name == ("eager" if model is models[0] else "native")
+        with pytest.MonkeyPatch.context() as patch:
+            if model.engine.name == "native":  # it must not fall back
+                patch.delattr(EagerEngine, "_losses")
+            for _ in range(updates):
+                model.train()
+    assert [model.engine.name for model in models] == ["eager", "native"]
     return before, *models
 
 
@@ -67,11 +73,12 @@ ACTIVATIONS = [nn.Tanh, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, partial
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("precision", BOUNDS)
 @pytest.mark.parametrize(
-    "net_arch", [[], [7], [64, 64], [100, 33, 512], {"pi": [64], "vf": [9, 17]}, {"pi": [], "vf": [16]}]
+    "net_arch", [[], [7], [1, 5], [64, 64], [100, 33, 512], {"pi": [64], "vf": [9, 17]}, {"pi": [], "vf": [16]}]
 )
-def test_twenty_minibatches(toy, isa, precision, net_arch):
+@pytest.mark.parametrize("obs_dim", [1, 3, 17])
+def test_twenty_minibatches(toy, isa, precision, net_arch, obs_dim):
     settings = {"n_steps": 320, "n_epochs": 4, "policy_kwargs": {"net_arch": net_arch}}
-    before, eager, native = both(toy, isa, precision=precision, **settings)
+    before, eager, native = both(partial(toy, obs_dim=obs_dim), isa, precision=precision, **settings)
     assert distance(before, eager, native) < BOUNDS[precision]
     ours = logged(native)
     for key, value in logged(eager).items():
@@ -240,12 +247,12 @@ def test_losses_and_norm_far_from_the_behaviour_policy(toy, isa, precision):
 def test_more_threads_change_no_bit(toy, isa, precision):
     models = []
     for threads in (1, 3):
+        kwargs = {"net_arch": [400, 333]}
+        model = collected(PPOFP16, toy(), n_steps=256, precision=precision, n_epochs=2, policy_kwargs=kwargs)
+        model.use_engine(NativeEngine(model.policy, model.batch_size, isa))
+        np.random.seed(0)
         th.set_num_threads(threads)
         try:
-            kwargs = {"net_arch": [400, 333]}
-            model = collected(PPOFP16, toy(), n_steps=256, precision=precision, n_epochs=2, policy_kwargs=kwargs)
-            model.use_engine(NativeEngine(model.policy, model.batch_size, isa))
-            np.random.seed(0)
             model.train()
         finally:
             th.set_num_threads(1)
@@ -282,6 +289,41 @@ def test_overflow_skips_alike(toy):
         assert th.equal(value, native.engine.state_dict()[name]), name
 
 
+def test_actions_of_another_type_than_the_rollout(toy):
+    """A Box of integers, which rollouts store as they are."""
+    model = collected(PPOFP16, toy(spaces.Box(-5, 5, (2,), np.int32)))
+    twin = collected(PPOFP16, toy(spaces.Box(-5, 5, (2,), np.int32)))
+    twin.use_engine(EagerEngine(twin.policy, 64))
+    before = model.policy.parameters_to_vector()
+    np.random.seed(0)
+    with pytest.warns(UserWarning, match="leaves updates to torch"):
+        model.train()
+    np.random.seed(0)
+    twin.train()
+    assert distance(before, twin, model) < 0.05
+
+
+def test_an_incomplete_rollout_is_refused(toy):
+    model = PPOFP16("MlpPolicy", toy(), n_steps=64, device="cpu")
+    model.set_logger(Logger(None, []))
+    with (
+        pytest.warns(UserWarning, match="leaves updates to torch"),
+        pytest.raises(AssertionError, match="not complete"),
+    ):
+        model.train()
+
+
+class Reversed(RolloutBufferFP16):
+    def get(self, batch_size=None):
+        yield from reversed(list(super().get(batch_size)))
+
+
+def test_a_rollout_of_the_users_own_is_read_through_its_methods(toy):
+    model = collected(PPOFP16, toy(), rollout_buffer_class=Reversed, n_steps=128)
+    with pytest.warns(UserWarning, match="leaves updates to torch"):
+        model.train()
+
+
 def test_what_cannot_recover_is_an_error_and_changes_nothing(toy):
     model = collected(PPOFP16, toy(), n_epochs=60, normalize_advantage=False)
     assert model.engine.name == "native"
@@ -307,6 +349,9 @@ def test_a_user_can_interrupt_between_minibatches(toy, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         model.train()
     assert np.isfinite(model.policy.parameters_to_vector()).all()
+    steps = int(model.policy.optimizer.state[model.policy.log_std]["step"])
+    assert steps > 0
+    assert int(model.engine.gradient_scale.good_steps) == steps % 2000, "the gradient scale knows of the steps taken"
 
 
 class OwnActivation(nn.Module):
@@ -324,16 +369,56 @@ class OwnFeatures(ActorCriticPolicy):
         return super().extract_features(obs, features_extractor)
 
 
+class ExtraParameters(ActorCriticPolicy):
+    def _build(self, lr_schedule):
+        self.extra = nn.Linear(3, 3)
+        super()._build(lr_schedule)
+
+
+class SharedLayer(ActorCriticPolicy):
+    def _build_mlp_extractor(self):
+        super()._build_mlp_extractor()
+        self.mlp_extractor.value_net[0] = self.mlp_extractor.policy_net[0]
+
+
+class Parametrized(ActorCriticPolicy):
+    def _build_mlp_extractor(self):
+        super()._build_mlp_extractor()
+        nn.utils.parametrizations.weight_norm(self.mlp_extractor.policy_net[0])
+
+
+class Doubling(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class OwnLinear(ActorCriticPolicy):
+    def _build_mlp_extractor(self):
+        super()._build_mlp_extractor()
+        self.mlp_extractor.policy_net[0] = Doubling(3, 64)
+
+
+class OwnSHARP(SHARP):
+    pass
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({}, None),
+        ({"precision": Precision(log_ratio="absolute-stored")}, "log-probabilities in storage format"),
+        ({"policy": ExtraParameters}, "there are others"),
+        ({"policy": SharedLayer}, "layers share parameters"),
+        ({"policy": Parametrized}, "ParametrizedLinear is no native layer"),
+        ({"policy": OwnLinear, "precision": "fp32"}, "Doubling is no native layer"),
+        ({"policy_kwargs": {"optimizer_class": OwnSHARP}}, "OwnSHARP is not native"),
+        ({"policy_kwargs": {"optimizer_kwargs": {"significand_bits": 5}}}, "SHARP is not native"),
         ({"policy_kwargs": {"share_features_extractor": False}}, None),
         ({"precision": "naive-fp16"}, None),
         ({"precision": Precision(global_scalars=False, gradient_scaling="off")}, "without module A"),
         ({"precision": Precision(storage="fp32", round_actions=False)}, "sharp on fp32 storage"),
         ({"precision": Precision(optimizer="adam")}, "adam on fp16 storage"),
-        ({"policy_kwargs": {"activation_fn": OwnActivation}}, "activation OwnActivation"),
+        ({"policy_kwargs": {"activation_fn": OwnActivation}}, "OwnActivation is no native layer"),
         ({"policy_kwargs": {"optimizer_class": th.optim.SGD}}, "SGD"),
         ({"use_sde": True}, "StateDependentNoiseFP16"),
         ({"policy": OwnDistribution}, "overrides _get_action_dist_from_latent"),
@@ -347,15 +432,22 @@ def test_why_another_engine_serves(toy, capsys, settings, reason):
     assert (reason or "one C++ call per update") in printed
 
 
-@pytest.mark.parametrize("change", ["frozen", "strided", "betas"])
+@pytest.mark.parametrize("change", ["frozen", "strided", "betas", "root rounding", "advantages", "step hook"])
 def test_changes_after_the_choice_are_seen(toy, change):
     """An engine that was chosen for the policy as it was must not read memory that is no longer that."""
     models = [collected(PPOFP16, toy()) for _ in range(2)]
     for model in models:
         assert model.engine.name == "native"
-        weight = model.policy.mlp_extractor.policy_net[2].weight
+        weight, seen = model.policy.mlp_extractor.policy_net[2].weight, []
         if change == "frozen":
             weight.requires_grad_(False)
+        elif change == "root rounding":
+            model.train()
+            model.policy.optimizer.param_groups[0]["root_rounding"] = "fp32"
+        elif change == "advantages":
+            model.rollout_buffer.advantages = model.rollout_buffer.advantages.astype(np.float32) * 2
+        elif change == "step hook":
+            model.policy.optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(1))
         elif change == "strided":
             weight.data = weight.data.t().contiguous().t()
         else:
@@ -365,8 +457,11 @@ def test_changes_after_the_choice_are_seen(toy, change):
     models[1].use_engine(EagerEngine(models[1].policy, 64))
     for model in models:
         np.random.seed(0)
-        model.train()
+        left_to_torch = change != "betas" and model is models[0]
+        with pytest.warns(UserWarning, match="leaves updates to torch") if left_to_torch else nullcontext():
+            model.train()
     assert distance(before, *models) < 0.05
+    assert bool(seen) == (change == "step hook")
     assert th.equal(kept, models[0].policy.mlp_extractor.policy_net[2].weight) == (change == "frozen")
 
 

@@ -97,8 +97,11 @@ class Engine(Protocol):
     """Whether gradients stay in the parameters after an update; else they are part of the workspace."""
     policy: HalfPrecisionPolicy
     optimizer: th.optim.Optimizer
-    actor: Actor | None
-    """What acts for the policy, if not its modules."""
+
+    @property
+    def actor(self) -> Actor | None:
+        """What acts for the policy, if not its modules."""
+        ...
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
         """

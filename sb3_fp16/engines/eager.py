@@ -64,7 +64,6 @@ class EagerEngine:
 
     name = "eager"
     keeps_gradients = True
-    actor: Actor | None = None
 
     def __init__(self, policy: HalfPrecisionPolicy, batch_size: int, reason: str = "the reference") -> None:
         self.reason = reason
@@ -84,6 +83,11 @@ class EagerEngine:
         adapt = scaling == "per-network"
         initial = [INITIAL_SCALES[name] * factor if adapt else 1.0 for name in self.networks]
         return GradientScale(th.tensor(initial, device=device), adapt=adapt)
+
+    @property
+    def actor(self) -> Actor | None:
+        """See ``Engine.actor``: none, the policy's modules act."""
+        return None
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
         """See ``Engine.update``."""

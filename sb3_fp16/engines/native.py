@@ -1,5 +1,6 @@
 """The CPU engine: one C++ call per update and one per action, with the results of the reference engine."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -16,6 +17,7 @@ from stable_baselines3.common.distributions import (
 )
 from stable_baselines3.common.torch_layers import FlattenExtractor, MlpExtractor
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from sb3_fp16.buffers import Acted, Array, RolloutBufferFP16
 from sb3_fp16.distributions import BernoulliFP16, CategoricalFP16, DiagGaussianFP16, MultiCategoricalFP16
@@ -52,6 +54,9 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.GELU: "gelu",
 }
 _OVERRIDES = ("extract_features", "get_distribution", "predict_values", "_predict")
+LARGE = 1 << 18
+"""Bytes of parameters from which on an action does not compare them all."""
+_ROLLOUT_METHODS = ("get", "minibatch_rows", "_get_samples")
 ONE_THREAD_WIDTH = 128
 """Layers up to this width run on one thread: waking another would take longer."""
 _NOT_FINITE, _SATURATED, _CHANGED = 1, 2, 4  # flags of an action
@@ -103,6 +108,8 @@ def _obstacles_to_acting(policy: HalfPrecisionPolicy, parts: _Parts) -> Iterator
         yield f"the policy is on {policy.device}"
     if not policy.precision.global_scalars and not _is_naive(policy.precision):
         yield "without module A only torch's Adam and log-probabilities in FP16 are native"
+    if policy.precision.log_ratio == "absolute-stored" and not _is_naive(policy.precision):
+        yield "log-probabilities in storage format are native without module A only"
     if overridden:
         yield f"{type(policy).__name__} overrides {', '.join(overridden)}"
     if type(policy.action_dist) not in _HEADS:
@@ -112,19 +119,28 @@ def _obstacles_to_acting(policy: HalfPrecisionPolicy, parts: _Parts) -> Iterator
     if type(policy.features_extractor) is not FlattenExtractor or type(policy.mlp_extractor) is not MlpExtractor:
         yield "the policy has an extractor of its own"
     for net in (policy.mlp_extractor.policy_net, policy.mlp_extractor.value_net):
+        if type(net) is not nn.Sequential:
+            yield f"a network is a {type(net).__name__}"
         modules = list(net)
-        if not all(map(_is_linear, modules[::2])) or len(modules) % 2 != 0:
-            yield "a hidden layer is no linear layer with a bias"
-        unknown = [type(module).__name__ for module in modules[1::2] if _activation(module) is None]
-        if unknown:
-            yield f"the activation {unknown[0]} is not native"
+        known = (_is_linear(module) or _activation(module) is not None for module in modules)
+        unknown = next(
+            (type(module).__name__ for module, is_known in zip(modules, known, strict=True) if not is_known), None
+        )
+        if unknown is not None:
+            yield f"{unknown} is no native layer or activation"
+        if not all(map(_is_linear, modules[::2])) or any(map(_is_linear, modules[1::2])) or len(modules) % 2 != 0:
+            yield "layers and activations do not alternate"
     if not _is_linear(policy.action_net) or not _is_linear(policy.value_net):
         yield "a head is no linear layer with a bias"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in parts.modules):
+    if any(module._forward_hooks or module._forward_pre_hooks for module in parts.modules) or _hooked_globally():
         yield "a module has a hook"
+    if any("forward" in module.__dict__ for module in parts.modules):
+        yield "a module's forward was replaced"
     dtype = policy.precision.dtype
-    if not all(p.is_contiguous() and p.dtype == dtype for p in parts.parameters):
-        yield "a parameter is not contiguous, or of another format"
+    if not all(p.is_contiguous() and p.dtype == dtype and p.data_ptr() for p in parts.parameters):
+        yield "a parameter is not contiguous, empty, or of another format"
+    if not _fits(policy):
+        yield "layers do not fit each other, the observations or the actions"
 
 
 def _obstacles_to_training(policy: HalfPrecisionPolicy, parts: _Parts) -> Iterator[str]:
@@ -144,6 +160,30 @@ def _obstacles_to_training(policy: HalfPrecisionPolicy, parts: _Parts) -> Iterat
         yield "gradients have a hook"
 
 
+def _hooked_globally() -> bool:
+    return cast(bool, cast(Any, torch_module)._has_any_global_hook())
+
+
+def _fits(policy: HalfPrecisionPolicy) -> bool:
+    """Whether shapes are as the C++ side takes them to be."""
+    distribution, gaussian = policy.action_dist, _HEADS[type(policy.action_dist)] == "gaussian"
+    outputs = int(np.sum(getattr(distribution, "action_dims", getattr(distribution, "action_dim", 0))))
+    log_std = policy._parameters.get("log_std")
+    if gaussian and (log_std is None or log_std.shape != (outputs,)):
+        return False
+    mlp = policy.mlp_extractor
+    for net, head, last in ((mlp.policy_net, policy.action_net, outputs), (mlp.value_net, policy.value_net, 1)):
+        size = policy.features_dim
+        for layer in (*list(net)[::2], head):
+            weight, bias = cast(Tensor, layer._parameters["weight"]), cast(Tensor, layer._parameters["bias"])
+            if weight.shape[1] != size or bias.shape != weight.shape[:1]:
+                return False
+            size = weight.shape[0]
+        if size != last:
+            return False
+    return True
+
+
 def _is_naive(precision: Precision) -> bool:
     """Every operation rounded to FP16, as the preset ``naive-fp16`` has it."""
     parts = (precision.storage, precision.global_scalars, precision.log_ratio, precision.optimizer)
@@ -151,10 +191,8 @@ def _is_naive(precision: Precision) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return (
-        isinstance(module, nn.Linear)
-        and module.bias is not None
-        and getattr(module, "original", nn.Linear) is nn.Linear
+    return getattr(module, "original", type(module)) is nn.Linear and isinstance(
+        module._parameters.get("bias"), nn.Parameter
     )
 
 
@@ -172,6 +210,8 @@ def _activation(module: nn.Module) -> tuple[str, float] | None:
 def _is_plain(optimizer: th.optim.Optimizer, policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> bool:
     """One group of all parameters, trained, with settings that the C++ side knows."""
     groups, dtype = optimizer.param_groups, policy.precision.dtype
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
     in_order = [p for group in groups for p in group["params"]]
     if len(groups) != 1 or [id(p) for p in in_order] != [id(p) for p in parameters]:
         return False
@@ -180,7 +220,10 @@ def _is_plain(optimizer: th.optim.Optimizer, policy: HalfPrecisionPolicy, parame
     if policy.precision.optimizer == "sharp":
         root = th.float32 if groups[0].get("root_rounding") == "fp32" else dtype
         wanted = {"first_moment": dtype, "root_second_moment": root}
-        return isinstance(optimizer, SHARP) and groups[0]["state_dtype"] in (None, dtype) and _holds(optimizer, wanted)
+        kind = policy.precision.format
+        bits = None if kind.is_native else kind.significand_bits
+        as_planned = groups[0].get("state_dtype") in (None, dtype) and groups[0].get("significand_bits") == bits
+        return type(optimizer) is SHARP and as_planned and _holds(optimizer, wanted)
     unknown = ("amsgrad", "maximize", "decoupled_weight_decay")
     if type(optimizer) is not th.optim.Adam or any(groups[0].get(name, False) for name in unknown):
         return False
@@ -205,7 +248,7 @@ def _plan_of(policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> dic
         modules = [*cast(nn.Sequential, net), head]
         activations = [cast("tuple[str, float]", _activation(module)) for module in modules[1::2]]
         return [
-            (position[id(m.weight)], position[id(m.bias)], m.in_features, m.out_features, *activation)
+            (position[id(m.weight)], position[id(m.bias)], m.weight.shape[1], m.weight.shape[0], *activation)
             for m, activation in zip(modules[::2], [*activations, ("none", 0.0)], strict=True)
         ]
 
@@ -216,7 +259,7 @@ def _plan_of(policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> dic
         "compute": precision.storage if precision.compute == "storage" else precision.compute.removesuffix("-sr"),
         "stochastic_copy": precision.compute.endswith("-sr"),
         "parameters": [
-            {"data": p.data_ptr(), "rows": p.shape[0], "columns": p.numel() // p.shape[0]} for p in parameters
+            {"data": p.data_ptr(), "rows": p.numel() // p.shape[-1], "columns": p.shape[-1]} for p in parameters
         ],
         "policy": layers(policy.mlp_extractor.policy_net, policy.action_net),
         "value": layers(policy.mlp_extractor.value_net, policy.value_net),
@@ -251,6 +294,7 @@ class NativeActor:
 
     def check(self) -> None:
         """See ``policies.Actor``."""
+        self._versions: list[int] = []
         seen = tuple(_traits(self.policy))
         if seen != self._seen:
             self._seen = seen
@@ -265,12 +309,19 @@ class NativeActor:
         plan = _plan_of(policy, parts.parameters)
         self._native = _cpu.Actor(self.isa, plan)
         self._parameters = parts.parameters
-        self._addresses = [p.data_ptr() for p in self._parameters]
+        modules = parts.modules
+        self._module_places = [(module._modules, name) for module in modules for name in module._modules]
+        self._modules = [children[name] for children, name in self._module_places]
+        self._parameter_places = [
+            (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None
+        ]
+        self._addresses = [cast(nn.Parameter, own[name]).data_ptr() for own, name in self._parameter_places]
         self._head, self._hands_on = plan["head"], plan["hands_on"]
         in_half = plan["naive"] and type(policy.action_dist) in (DiagGaussianFP16, CategoricalFP16)
         self._log_prob_dtype = np.dtype(np.float16 if in_half else np.float32)
         self._choices: list[int] = plan["choices"] or [plan["policy"][-1][3]]
-        self._set_number_of_draws(1)
+        self._obs_shape = cast("tuple[int, ...]", policy.observation_space.shape)
+        self._is_large = sum(p.nbytes for p in self._parameters) > LARGE
         self._read_log_std()
 
     def act(self, obs: Array, deterministic: bool = False) -> tuple[Array, Acted] | None:
@@ -297,40 +348,55 @@ class NativeActor:
         return None if result is None else result[1]
 
     def _call(self, obs: Array, actions: bool, values: bool, deterministic: bool) -> tuple[Any, ...] | None:
+        if self._native is not None and self._moved():
+            self._prepare()
         native = self._native
-        if native is None or obs.dtype.char not in "fd":
+        if native is None or obs.dtype.char not in "fd" or obs.shape[1:] != self._obs_shape:
             return None
-        if [p.data_ptr() for p in self._parameters] != self._addresses:
-            self.check()
-            return self._call(obs, actions, values, deterministic)
-        flags, *result = native.act(obs, None if deterministic else self._draw(len(obs)), actions, values)
+        noise = None if deterministic else self._draw(len(obs))
+        flags, *result = native.act(np.ascontiguousarray(obs), noise, actions, values, self._must_look())
         if flags:
-            if flags & _NOT_FINITE:
-                return None  # torch's way says what is wrong
             if flags & _CHANGED:
                 self._read_log_std()
+            if flags & _NOT_FINITE:
+                return None  # torch's way says what is wrong
             if flags & _SATURATED:
                 cast(Any, self.policy).warn_if_saturated(th.from_numpy(obs), "observation")
         return tuple(result)
 
-    def _set_number_of_draws(self, envs: int) -> None:
-        self._envs = envs
-        noise = th.empty(envs * sum(self._choices))
-        self._noise = noise.numpy()
-        draws = th.split(noise, [envs * n for n in self._choices])
-        kind = {"gaussian": "normal_", "categorical": "exponential_", "bernoulli": "uniform_"}[self._head]
-        self._draws = [getattr(part, kind) for part in draws]
+    def _moved(self) -> bool:
+        """Whether a module or parameter was replaced, or a parameter's memory."""
+        if [children.get(name) for children, name in self._module_places] != self._modules:
+            return True
+        parameters = [own.get(name) for own, name in self._parameter_places]
+        return [None if p is None else p.data_ptr() for p in parameters] != self._addresses
+
+    def _must_look(self) -> bool:
+        """
+        Whether the C++ side is to compare all weights with those of the step before. Where they are so many that it
+        would take long, only what torch counts as a change is seen, and at each rollout everything.
+        """
+        if not self._is_large:
+            return True
+        versions = [p._version for p in self._parameters]
+        changed, self._versions = versions != self._versions, versions
+        return changed
 
     def _draw(self, envs: int) -> Array:
         """
         Random numbers for one step, drawn as torch's own distributions draw them: standard normal, or exponential for
         each categorical choice (``multinomial`` takes the largest p/e), or uniform.
         """
-        if envs != self._envs:
-            self._set_number_of_draws(envs)
-        for draw in self._draws:
-            draw()
-        return self._noise
+        if self._head == "gaussian":
+            noise = th.empty(envs * self._choices[0], dtype=th.float32).normal_()
+        elif self._head == "bernoulli":
+            noise = th.empty(envs * self._choices[0], dtype=th.float32).uniform_()
+        else:
+            noise = th.empty(envs * sum(self._choices), dtype=th.float32)
+            for draws in th.split(noise, [envs * n for n in self._choices]):
+                draws.exponential_()
+        array: Array = noise.numpy()
+        return array
 
     def _read_log_std(self) -> None:
         self._log_std: Array | None = None
@@ -345,11 +411,12 @@ class NativeActor:
 
 def _traits(policy: HalfPrecisionPolicy) -> Iterator[Any]:
     """What tells whether a policy may still be acted for as before, short of its weights."""
-    yield type(policy.action_dist)
+    yield from (type(policy.action_dist), _hooked_globally())
     waiting: list[nn.Module] = [policy]
     while waiting:
         module = waiting.pop()
         yield from (id(module), type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        yield from ("forward" in module.__dict__, getattr(module, "negative_slope", getattr(module, "alpha", None)))
         yield from ((id(p), p.data_ptr()) for p in module._parameters.values() if p is not None)
         waiting += [child for child in module._modules.values() if child is not None]
 
@@ -375,15 +442,33 @@ class NativeEngine(EagerEngine):
         self.batch_size = batch_size
         self.isa = isa or best_isa()
         self.reason = f"one C++ call per update and per action, {self.isa}"
-        self.actor = NativeActor(policy, self.isa)
+        self._actor: NativeActor | None = None
+        self._warned = False
         self._networks_in_order: list[int] = self._network_of_parameter.tolist()
+
+    @property
+    def actor(self) -> NativeActor:
+        """See ``Engine.actor``; a copied engine makes its own."""
+        if self._actor is None:
+            self._actor = NativeActor(self.policy, self.isa)
+        return self._actor
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
         """See ``Engine.update``."""
         # What was true when the engine was chosen may have changed: addresses must not be trusted to anything else.
         parts = _parts_of(self.policy)
-        if not _is_ours(rollout, self.policy) or _why_not(self.policy, parts) is not None:
+        reason = _why_not(self.policy, parts)
+        behaviour = getattr(rollout, "behaviour", None) or ()
+        if reason is None and len(behaviour) == 2 and behaviour[1].ndim == 3:
+            return super().update(rollout, settings)  # a callback has changed log_std within the rollout
+        if reason is None and not _is_ours(rollout, self.policy):
+            reason = "the rollout is not complete, or not as RolloutBufferFP16 keeps it"
+        if reason is not None:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"The native engine leaves updates to torch: {reason}.", stacklevel=2)
             return super().update(rollout, settings)
+        assert isinstance(rollout, RolloutBufferFP16)
         random_state = None if settings.target_kl is None else np.random.get_state()
         order = np.stack([rollout.minibatch_rows() for _ in range(settings.n_epochs)])
         scale = self.gradient_scale
@@ -391,18 +476,16 @@ class NativeEngine(EagerEngine):
         counters = np.array([scale.good_steps, scale.skipped_steps, scale.skips_at_floor], dtype=np.int64)
         skipped_before = int(counters[1])
         addresses, kept = _addresses(rollout)
-        stats = _cpu.update(
-            self.isa,
-            self._plan(parts.parameters),
-            addresses,
-            self._settings(rollout, settings),
-            order,
-            scales,
-            counters,
-        )
-        del kept
-        scale.scales = th.from_numpy(scales)
-        scale.good_steps, scale.skipped_steps, scale.skips_at_floor = (th.tensor(int(count)) for count in counters)
+        # The GIL is released meanwhile: whatever another thread replaces must live until the end.
+        states = [list(state.values()) for state in self.optimizer.state.values()]
+        alive = ([p.data for p in parts.parameters], states, rollout.arrays(), kept)
+        plan, numbers = self._plan(parts.parameters), self._settings(rollout, settings)
+        try:
+            stats = _cpu.update(self.isa, plan, addresses, numbers, order, scales, counters)
+        finally:  # also where the user interrupts
+            del alive
+            scale.scales = th.from_numpy(scales)
+            scale.good_steps, scale.skipped_steps, scale.skips_at_floor = (th.tensor(int(n)) for n in counters)
         if random_state is not None and stats["stopped_at_kl"] is not None:
             # Take back the orders of the epochs that were not begun.
             np.random.set_state(random_state)
@@ -420,12 +503,12 @@ class NativeEngine(EagerEngine):
         )
 
     def workspace(self) -> dict[str, int]:
-        """See ``Engine.workspace``: what the C++ side reserves, columns padded to 16."""
+        """See ``Engine.workspace``: the larger part of what the C++ side reserves, columns padded to 16."""
 
         def padded(columns: int) -> int:
             return -(-columns // 16) * 16
 
-        plan = self._plan(_parts_of(self.policy).parameters)
+        plan = _plan_of(self.policy, _parts_of(self.policy).parameters)
         shapes = [layer[2:4] for net in ("policy", "value") for layer in plan[net]]
         outputs = plan["policy"][-1][3]
         return {
@@ -500,10 +583,26 @@ class NativeEngine(EagerEngine):
 
 
 def _is_ours(rollout: RolloutBuffer, policy: HalfPrecisionPolicy) -> TypeGuard[RolloutBufferFP16]:
-    """A rollout whose memory the C++ side can read; one with log_std per step runs on the reference."""
-    if not isinstance(rollout, RolloutBufferFP16) or rollout.precision != policy.precision:
+    """A complete rollout whose memory the C++ side can read."""
+    if not isinstance(rollout, RolloutBufferFP16) or rollout.precision != policy.precision or not rollout.full:
         return False
-    return rollout.behaviour is None or len(rollout.behaviour) == 1 or rollout.behaviour[1].ndim == 1
+    if any(getattr(type(rollout), name) is not getattr(RolloutBufferFP16, name) for name in _ROLLOUT_METHODS):
+        return False
+    steps, kind = (rollout.buffer_size, rollout.n_envs), rollout.precision.numpy_dtype
+    behaviour, log_std = (*(rollout.behaviour or ()), None, None)[:2]
+    gaussian = _HEADS[type(policy.action_dist)] == "gaussian"
+    outputs = cast(nn.Linear, policy.action_net).out_features
+    log_prob_kind = kind if rollout.precision.log_ratio == "absolute-stored" else np.dtype(np.float32)
+    wanted = [
+        (rollout.observations, (*steps, *rollout.obs_shape), kind),
+        (rollout.actions, (*steps, rollout.action_dim), kind if gaussian else rollout.actions.dtype),
+        *((array, steps, kind) for array in (rollout.values, rollout.advantages, rollout.returns)),
+        (behaviour, (*steps, outputs), kind),
+        (log_std, (outputs,), kind),
+        (rollout.corrections, steps, kind),
+        (rollout.log_probs, steps, log_prob_kind),
+    ]
+    return all(x is None or (x.shape == shape and x.dtype == t and x.flags.c_contiguous) for x, shape, t in wanted)
 
 
 def _addresses(rollout: RolloutBufferFP16) -> tuple[dict[str, int], Array]:
