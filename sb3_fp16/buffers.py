@@ -184,8 +184,11 @@ class RolloutBufferFP16(RolloutBuffer):
     def _record(self, obs: Any, action: Array, reward: Array, episode_start: Array, acted: Acted) -> bool:
         """The usual step in one native call; false where it is not usual, and nothing counts as stored."""
         behaviour = acted.behaviour or (None,)
-        if any(a is not b for a, b in zip(self._recorded, self._step_arrays(), strict=True)):
+        was = self._recorded
+        if was[0] is not self.observations or was[1] is not self.actions or was[2] is not self.rewards:
             self._make_recorder()  # a callback has replaced an array
+        elif was[3] is not self.values or was[4] is not self.episode_starts or was[5] is not self.log_probs:
+            self._make_recorder()
         if self._recorder is None:
             return False
         log_std = behaviour[-1] if len(behaviour) == 2 else self._log_std

@@ -1,7 +1,10 @@
 """The CPU engine: one C++ call per update and one per action, with the results of the reference engine."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import is_not
+from threading import get_ident
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
@@ -54,10 +57,12 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.GELU: "gelu",
 }
 _OVERRIDES = ("extract_features", "get_distribution", "predict_values", "_predict")
+MOST_DRAWS = 64
+"""Threads and numbers of environments whose arrays of random numbers an actor keeps."""
 LARGE = 1 << 18
 """Bytes of parameters from which on an action does not compare them all."""
 _ROLLOUT_METHODS = ("get", "minibatch_rows", "_get_samples")
-ONE_THREAD_WIDTH = 128
+ONE_THREAD_WIDTH = 256
 """Layers up to this width run on one thread: waking another would take longer."""
 _NOT_FINITE, _SATURATED, _CHANGED = 1, 2, 4  # flags of an action
 
@@ -303,23 +308,23 @@ class NativeActor:
     def _prepare(self) -> None:
         policy = self.policy
         self._native: _cpu.Actor | None = None
+        self._views: list[Any] = []
+        self._parts: list[Any] = []
         parts = _parts_of(policy)
         if next(_obstacles_to_acting(policy, parts), None) is not None:
             return
         plan = _plan_of(policy, parts.parameters)
         self._native = _cpu.Actor(self.isa, plan)
         self._parameters = parts.parameters
-        modules = parts.modules
-        self._module_places = [(module._modules, name) for module in modules for name in module._modules]
-        self._modules = [children[name] for children, name in self._module_places]
-        self._parameter_places = [
-            (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None
-        ]
-        self._addresses = [cast(nn.Parameter, own[name]).data_ptr() for own, name in self._parameter_places]
+        # Views stay up to date, so that `_moved` sees what was put in a place of a module or parameter.
+        self._views = [table.values() for m in parts.modules for table in (m._modules, m._parameters) if table]
+        self._parts = list(chain.from_iterable(self._views))
+        self._addresses = list(map(Tensor.data_ptr, self._parameters))
         self._head, self._hands_on = plan["head"], plan["hands_on"]
         in_half = plan["naive"] and type(policy.action_dist) in (DiagGaussianFP16, CategoricalFP16)
         self._log_prob_dtype = np.dtype(np.float16 if in_half else np.float32)
         self._choices: list[int] = plan["choices"] or [plan["policy"][-1][3]]
+        self._noise: dict[tuple[int, int], tuple[Array, list[Callable[[], Any]]]] = {}
         self._obs_shape = cast("tuple[int, ...]", policy.observation_space.shape)
         self._is_large = sum(p.nbytes for p in self._parameters) > LARGE
         self._read_log_std()
@@ -366,10 +371,10 @@ class NativeActor:
 
     def _moved(self) -> bool:
         """Whether a module or parameter was replaced, or a parameter's memory."""
-        if [children.get(name) for children, name in self._module_places] != self._modules:
+        parts = list(chain.from_iterable(self._views))
+        if len(parts) != len(self._parts) or any(map(is_not, parts, self._parts)):
             return True
-        parameters = [own.get(name) for own, name in self._parameter_places]
-        return [None if p is None else p.data_ptr() for p in parameters] != self._addresses
+        return list(map(Tensor.data_ptr, self._parameters)) != self._addresses
 
     def _must_look(self) -> bool:
         """
@@ -387,15 +392,17 @@ class NativeActor:
         Random numbers for one step, drawn as torch's own distributions draw them: standard normal, or exponential for
         each categorical choice (``multinomial`` takes the largest p/e), or uniform.
         """
-        if self._head == "gaussian":
-            noise = th.empty(envs * self._choices[0], dtype=th.float32).normal_()
-        elif self._head == "bernoulli":
-            noise = th.empty(envs * self._choices[0], dtype=th.float32).uniform_()
-        else:
+        mine = get_ident(), envs  # other threads may be acting, too
+        if mine not in self._noise:
             noise = th.empty(envs * sum(self._choices), dtype=th.float32)
-            for draws in th.split(noise, [envs * n for n in self._choices]):
-                draws.exponential_()
-        array: Array = noise.numpy()
+            kind = {"gaussian": "normal_", "categorical": "exponential_", "bernoulli": "uniform_"}[self._head]
+            parts = th.split(noise, [envs * n for n in self._choices])
+            if len(self._noise) > MOST_DRAWS:
+                self._noise.clear()
+            self._noise[mine] = noise.numpy(), [getattr(part, kind) for part in parts]
+        array, draws = self._noise[mine]
+        for draw in draws:
+            draw()
         return array
 
     def _read_log_std(self) -> None:
@@ -458,7 +465,7 @@ class NativeEngine(EagerEngine):
         # What was true when the engine was chosen may have changed: addresses must not be trusted to anything else.
         parts = _parts_of(self.policy)
         reason = _why_not(self.policy, parts)
-        behaviour = getattr(rollout, "behaviour", None) or ()
+        behaviour: tuple[Array, ...] = getattr(rollout, "behaviour", None) or ()
         if reason is None and len(behaviour) == 2 and behaviour[1].ndim == 3:
             return super().update(rollout, settings)  # a callback has changed log_std within the rollout
         if reason is None and not _is_ours(rollout, self.policy):
