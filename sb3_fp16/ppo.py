@@ -149,7 +149,7 @@ class PPOFP16(PPO):
         while n_steps < n_rollout_steps:
             obs = cast(Array, self._last_obs)
             obs_tensor = th.as_tensor(obs)
-            actor = self._original_policy.actor  # of the policy as it is now
+            actor = self.policy.actor  # of the policy as it is now
             actions, acted = (actor and actor.act(obs)) or self._act_on_torch(obs_tensor)
             values, log_probs = th.from_numpy(acted.value), th.from_numpy(acted.log_prob)
             clipped_actions = actions if box is None else np.minimum(np.maximum(actions, box.low), box.high)
