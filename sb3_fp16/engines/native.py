@@ -209,7 +209,12 @@ def _activation(module: nn.Module) -> tuple[str, float] | None:
     name = _ACTIVATIONS[kind]
     if name == "gelu" and cast(nn.GELU, module).approximate == "tanh":
         name = "gelu_tanh"
-    return name, float(getattr(module, "negative_slope", getattr(module, "alpha", 0.0)))
+    return name, float(next((slope for slope in _slopes(module) if slope is not None), 0.0))
+
+
+def _slopes(module: nn.Module) -> tuple[Any, Any]:
+    """Of LeakyReLU and ELU; torch is slow to say that a module has no such attribute."""
+    return module.__dict__.get("negative_slope"), module.__dict__.get("alpha")
 
 
 def _is_plain(optimizer: th.optim.Optimizer, policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> bool:
@@ -423,7 +428,7 @@ def _traits(policy: HalfPrecisionPolicy) -> Iterator[Any]:
     while waiting:
         module = waiting.pop()
         yield from (id(module), type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
-        yield from ("forward" in module.__dict__, getattr(module, "negative_slope", getattr(module, "alpha", None)))
+        yield from ("forward" in module.__dict__, *_slopes(module))
         yield from ((id(p), p.data_ptr()) for p in module._parameters.values() if p is not None)
         waiting += [child for child in module._modules.values() if child is not None]
 
