@@ -5,12 +5,12 @@ class ActorOf final : public Actor {
 public:
     explicit ActorOf(const Plan& plan)
         : model(plan, 1, false), head(model.storage, model.plan), samples(1, model.outputs(), model.action_size()) {
-        copy.resize(bytes());
+        if (plan.keeps_copy) copy.resize(bytes());
     }
 
     int act(const Acting& step) override {
-        const bool is_new = (step.look || unread) && differs();
-        if (is_new) model.refresh();
+        const bool is_new = unread || (model.plan.keeps_copy ? differs() : step.look);
+        if (is_new) refresh();
         if (step.count > capacity) reserve(step.count);
         int flags = observe(step) | (is_new ? changed : 0);
         if (flags & not_finite) return flags;
@@ -42,16 +42,25 @@ private:
         return sum;
     }
 
-    // Whether any parameter differs from when this was last asked, whoever wrote it.
-    bool differs() {
-        bool found = unread;
-        char* kept = copy.data();
+    // Whether any parameter differs from what the tiles were made from, whoever wrote it.
+    bool differs() const {
+        const char* kept = copy.data();
         for (const Parameter& p : model.plan.parameters) {
-            if (found || memcmp(kept, p.data, bytes_of(p)) != 0) found = true, memcpy(kept, p.data, bytes_of(p));
+            if (memcmp(kept, p.data, bytes_of(p)) != 0) return true;
             kept += bytes_of(p);
         }
+        return false;
+    }
+
+    void refresh() {
+        char* kept = copy.data();
+        for (const Parameter& p : model.plan.parameters) {
+            if (copy.empty()) break;
+            memcpy(kept, p.data, bytes_of(p));
+            kept += bytes_of(p);
+        }
+        model.refresh();
         unread = false;
-        return found;
     }
 
     void reserve(int64_t count) {

@@ -83,6 +83,7 @@ struct Model {
     int64_t observation_size, input_stride;
     Floats input;  // [batch][in], in the compute format
     Floats log_std;
+    Floats turning;
 
     Model(const Plan& plan_, int64_t batch_, bool trains)
         : plan(plan_), storage(plan.significand_bits), compute(plan.significand_bits), workers(trains ? plan.threads : 1), batch(batch_),
@@ -110,7 +111,9 @@ struct Model {
             layer.transposed = zeros(shape.inputs * layer.out_stride);
             layer.bias = zeros(layer.out_stride);
             layer.output = zeros(batch * layer.out_stride);
-            layer.weight = zeros(shape.outputs * layer.in_stride + PAD);
+            // An actor turns weights in one place and keeps those that narrow layers read.
+            if (trains || shape.outputs <= NARROW) layer.weight = zeros(shape.outputs * layer.in_stride + PAD);
+            else turning.resize(std::max(turning.size(), static_cast<size_t>(shape.outputs * layer.in_stride + PAD)));
             if (trains) {
                 if (needs_before(shape.activation) || C::keeps_unrounded) layer.before = zeros(batch * layer.out_stride);
                 layer.signal = zeros(batch * layer.out_stride);
@@ -140,10 +143,11 @@ struct Model {
         for (NetworkSpace* space : {&policy, &value})
             for (LayerSpace& layer : space->layers) {
                 const Layer& s = layer.shape;
+                float* weight = layer.weight.empty() ? turning.data() : layer.weight.data();
                 for (int64_t o = 0; o < s.outputs; ++o)
                     read_row(parameter(s.weight).data, o * s.inputs, s.inputs, static_cast<uint32_t>(o * s.inputs),
-                             layer.weight.data() + o * layer.in_stride);
-                transpose(workers, layer.weight.data(), layer.in_stride, s.outputs, s.inputs, layer.transposed.data(), layer.out_stride);
+                             weight + o * layer.in_stride);
+                transpose(workers, weight, layer.in_stride, s.outputs, s.inputs, layer.transposed.data(), layer.out_stride);
                 read_row(parameter(s.bias).data, 0, s.outputs, 0, layer.bias.data());
             }
         if (plan.log_std < 0) return;

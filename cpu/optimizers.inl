@@ -33,28 +33,41 @@ static float largest_magnitude(const Target& t) {
     return largest_of(largest);
 }
 
-// Σ (g/unit)² of all elements, rows and columns in one pass; of rows in PAD lanes for every instruction set.
+// Without padding between rows, a register at a row's end holds some of the next row.
+template <bool IS_DENSE>
+SB3_FP16_LANE Lane square_of(const Target& t, int64_t row, int64_t column, Lane inverse) {
+    const Lane scaled = t.at(row, column) * inverse, square = scaled * scaled;
+    return IS_DENSE ? select(first_lanes(t.shape.columns - column), square, Lane{}) : square;
+}
+
+// Σ (g/unit)² of all elements, and of rows and columns if asked for; of rows in PAD lanes for every instruction set.
+template <bool IS_DENSE>
 static double sum_squares(Target& t) {
+    constexpr int64_t TOGETHER = 32;  // rows that stay in the cache from one sum to the other
     const Lane inverse = inverse_of_power(lane_of(t.unit));
     std::fill(t.column_squares.begin(), t.column_squares.end(), 0.0f);
     double total = 0.0;
-    for (int64_t r = 0; r < t.shape.rows; ++r) {
-        Lane sum[PAD / WIDTH] = {};
-        for (int64_t c = 0; c < t.shape.columns; c += PAD)
-            for (int l = 0; l < PAD / WIDTH; ++l) {
-                const int64_t at = c + l * WIDTH;
-                const Lane scaled = select(first_lanes(t.shape.columns - at), t.at(r, at) * inverse, Lane{}), square = scaled * scaled;
-                sum[l] = sum[l] + square;
-                if (t.column_squares.empty()) continue;
-                float* column = &t.column_squares[static_cast<size_t>(at)];
-                store_lane(column, load_lane(column) + square);
-            }
-        const float squares = sum_of_lanes(sum);
-        if (!t.row_squares.empty()) t.row_squares[static_cast<size_t>(r)] = squares;
-        total += static_cast<double>(squares);
+    for (int64_t row = 0; row < t.shape.rows; row += TOGETHER) {
+        const int64_t end = std::min(row + TOGETHER, t.shape.rows);
+        for (int64_t r = row; r < end; ++r) {
+            Lane sum[PAD / WIDTH] = {};
+            for (int64_t c = 0; c < t.shape.columns; c += PAD)
+                for (int l = 0; l < PAD / WIDTH; ++l) sum[l] = sum[l] + square_of<IS_DENSE>(t, r, c + l * WIDTH, inverse);
+            const float squares = sum_of_lanes(sum);
+            if (!t.row_squares.empty()) t.row_squares[static_cast<size_t>(r)] = squares;
+            total += static_cast<double>(squares);
+        }
+        for (int64_t c = 0; c < static_cast<int64_t>(t.column_squares.size()); c += WIDTH) {
+            float* column = &t.column_squares[static_cast<size_t>(c)];
+            Lane sum = load_lane(column);
+            for (int64_t r = row; r < end; ++r) sum = sum + square_of<IS_DENSE>(t, r, c, inverse);
+            store_lane(column, sum);
+        }
     }
     return total;
 }
+
+static double sum_squares(Target& t) { return t.stride < padded(t.shape.columns) ? sum_squares<true>(t) : sum_squares<false>(t); }
 
 constexpr int64_t WORK = 32;  // per element of an optimizer step, with its memory traffic
 
@@ -183,9 +196,8 @@ private:
     Lane saturate(Lane x) const { return clamped(x, -format.largest, format.largest); }
 
     SB3_FP16_INLINE Lane rounded(Rounding mode, Lane x, uint32_t index, uint32_t key) const {
-        const Lane inside = saturate(x);
-        if (mode == Rounding::stochastic || mode == Rounding::dithered) return format.round(inside, threshold(mode, index, key));
-        return format.round(inside);
+        if (mode == Rounding::stochastic || mode == Rounding::dithered) return format.round(x, threshold(mode, index, key));
+        return format.round(x);
     }
 
     // w ← sqrt(β₂w² + (1 − β₂)rms²), scaled by the larger of the two as the norm is.
@@ -205,7 +217,7 @@ private:
         const uint32_t above = where_above(w, lane_of(format.largest));
         counts.saturated += number_of_bits(count < WIDTH ? above & ((1u << count) - 1u) : above);
         const uint32_t index = p.first_element + static_cast<uint32_t>(i);
-        format.store(p.root_second_moment, i, count, rounded(settings.root_rounding, w, index, now.root_key));
+        format.store(p.root_second_moment, i, count, rounded(settings.root_rounding, saturate(w), index, now.root_key));
     }
 
     // The updated root of elements that share theirs with none.
@@ -265,22 +277,27 @@ private:
         const Lane m = now.beta1 * format.load(p.first_moment, i, count) + now.blend * gradient;
         Lane update = now.lr * (m * now.unbias_first) / (preconditioner + now.eps);
         if (now.shrink != 0.0f) update = update + now.shrink * theta;
-        const Lane next = write_back<WRITEBACK>(p, i, count, theta, update, now);
-        const uint32_t zero = where_equal(update, Lane{}), same = where_equal(next, theta);
+        // Rarely beyond the range: only then does anything need clamping.
         const Lane largest = lane_of(format.largest);
+        const bool beyond = where_above(larger(absolute(theta - update), absolute(m)), largest);
+        const Lane next = beyond ? write_back<WRITEBACK, true>(p, i, count, theta, update, now)
+                                 : write_back<WRITEBACK, false>(p, i, count, theta, update, now);
+        const uint32_t zero = where_equal(update, Lane{}), same = where_equal(next, theta);
         counts.zero += number_of_bits(zero), counts.stuck += number_of_bits(same & ~zero);
-        counts.saturated += number_of_bits(where_above(absolute(theta - update), largest));
-        counts.saturated += number_of_bits(where_above(absolute(m), largest));
-        format.write(p.first_moment, i, count, saturate(m));
+        if (beyond) {
+            counts.saturated += number_of_bits(where_above(absolute(theta - update), largest));
+            counts.saturated += number_of_bits(where_above(absolute(m), largest));
+        }
+        format.write(p.first_moment, i, count, beyond ? saturate(m) : m);
         format.store(p.data, i, count, next);
         return next;
     }
 
     // θ − u as storage holds it.
-    template <Rounding WRITEBACK>
+    template <Rounding WRITEBACK, bool SATURATES>
     SB3_FP16_INLINE Lane write_back(const Parameter& p, int64_t i, int64_t count, Lane theta, Lane update, const Step& now) const {
         if (WRITEBACK != Rounding::residual && WRITEBACK != Rounding::swallowed)
-            return rounded(WRITEBACK, theta - update, p.first_element + static_cast<uint32_t>(i), now.parameter_key);
+            return rounded(WRITEBACK, SATURATES ? saturate(theta - update) : theta - update, p.first_element + static_cast<uint32_t>(i), now.parameter_key);
         const Single single(0);
         const Lane due = single.load(p.carry, i, count) - update;
         const Lane next = format.round(saturate(theta + due)), written = next - theta;

@@ -53,6 +53,7 @@ struct Plan {
     bool round_actions;
     int networks;  // that have a gradient scale of their own
     int threads;
+    bool keeps_copy;  // an actor compares all parameters with those of the step before
 };
 
 struct Settings {
@@ -100,7 +101,7 @@ struct Acting {
     const void* observations;  // FP32 or FP64
     bool observations_are_double;
     int64_t count;
-    bool look;  // compare all parameters with those of the step before
+    bool look;  // whether parameters may have changed; asked only where the actor keeps no copy of them
     const float* noise;  // standard normal, exponential or uniform draws; null: the distribution's mode
     float* actions;
     float* values;

@@ -281,6 +281,7 @@ def _plan_of(policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> dic
         "round_actions": precision.round_actions,
         "networks": 1,
         "threads": 1,
+        "keeps_copy": sum(p.nbytes for p in parameters) <= LARGE,
         "hands_on": policy.absolute_because is None,
         "corrects": policy.absolute_because is None and head == "gaussian" and not precision.round_actions,
     }
@@ -331,7 +332,7 @@ class NativeActor:
         self._choices: list[int] = plan["choices"] or [plan["policy"][-1][3]]
         self._noise: dict[tuple[int, int], tuple[Array, list[Callable[[], Any]]]] = {}
         self._obs_shape = cast("tuple[int, ...]", policy.observation_space.shape)
-        self._is_large = sum(p.nbytes for p in self._parameters) > LARGE
+        self._is_large = not plan["keeps_copy"]
         self._read_log_std()
 
     def act(self, obs: Array, deterministic: bool = False) -> tuple[Array, Acted] | None:
@@ -383,8 +384,8 @@ class NativeActor:
 
     def _must_look(self) -> bool:
         """
-        Whether the C++ side is to compare all weights with those of the step before. Where they are so many that it
-        would take long, only what torch counts as a change is seen, and at each rollout everything.
+        Whether torch counted a change of any weight, or a rollout begins. The C++ side asks where weights are so many
+        that comparing them at each step would take long.
         """
         if not self._is_large:
             return True
