@@ -211,7 +211,7 @@ struct CategoricalHead {
             const Lane total = log_sum_exp(choices[h], logit);
             Lane mean_logit{};
             for (int64_t k = 0; k < choices[h]; ++k) {
-                const Lane p = exponential(logit(k) - total);
+                const Lane p = select(logit(k) == -INFINITY, Lane{}, exponential(logit(k) - total));
                 store_lane(&probability[static_cast<size_t>((first + k) * WIDTH)], p);
                 mean_logit = mean_logit + p * larger(lane_of(-LARGEST_FLOAT), logit(k) - total);  // a masked choice's is −inf
                 sum = sum + select(action == static_cast<float>(k), logit(k) - total, Lane{});

@@ -327,7 +327,8 @@ public:
                 for (int64_t c = 0; c < shape.columns; c += WIDTH) {
                     const int64_t i = r * shape.columns + c, count = shape.columns - c;
                     const Lane theta = single.load(p.data, i, count);
-                    const Lane slope = target.at(r, c) * coefficient + decay * theta;
+                    Lane slope = target.at(r, c) * coefficient;
+                    if (decay != 0.0f) slope = slope + decay * theta;
                     Lane m = single.load(p.first_moment, i, count), v = single.load(p.root_second_moment, i, count);
                     m = m + blend * (slope - m);
                     v = v * keep + add * slope * slope;

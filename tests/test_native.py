@@ -154,6 +154,20 @@ def test_heads_on_every_shape(toy, precision, actions, net_arch):
     assert distance(before, eager, native) < BOUNDS.get(precision, 0.05)
 
 
+def test_masked_choices(toy):
+    """A bias of −inf, as users mask actions with."""
+    models = [collected(PPOFP16, toy(spaces.Discrete(4)), precision="fp32", ent_coef=0.01) for _ in range(2)]
+    models[0].use_engine(EagerEngine(models[0].policy, 64))
+    for model in models:
+        model.policy.action_net.bias.data[1] = -np.inf
+        for _ in range(3):
+            np.random.seed(0)
+            model.learn(64)
+    eager, native = (model.policy.parameters_to_vector() for model in models)
+    np.testing.assert_allclose(native, eager, atol=1e-5)
+    assert np.isneginf(native).sum() == 1
+
+
 def test_many_choices_keep_the_log_probability_alone(toy):
     """More logits than a rollout stores."""
     before, eager, native = both(partial(toy, spaces.Discrete(300)), n_epochs=4, ent_coef=0.01)
