@@ -97,13 +97,13 @@ private:
         model.forward(model.policy, step.count);
         LayerSpace& actor = model.policy.head();
         transpose(actor.output.data(), actor.out_stride, step.count, model.outputs(), at.outputs.data(), at.stride);
-        Lane poison{};
+        Mask finite = Lane{} == Lane{};
         for (int64_t b = 0; b < step.count; ++b) {
             const float* row = actor.output.data() + b * actor.out_stride;
-            for (int64_t c = 0; c < actor.out_stride; c += WIDTH) poison = poison + (load_lane(row + c) - load_lane(row + c));
+            for (int64_t c = 0; c < actor.out_stride; c += WIDTH) finite &= load_lane(row + c) < INFINITY;  // −inf masks a choice
             if (step.behaviour) memcpy(step.behaviour + b * model.outputs(), row, static_cast<size_t>(model.outputs()) * sizeof(float));
         }
-        if (!(sum_of(poison) == 0.0f)) return not_finite;
+        if (sum_of(select(finite, Lane{}, lane_of(1.0f))) > 0.0f) return not_finite;
         if (model.plan.head == Head::gaussian) head.gaussian.begin(model.log_std.data(), model.log_std.data());
         for (int64_t b = 0; b < step.count; ++b) sample(step, b);
         if (step.log_prob) log_probs(step);
@@ -134,7 +134,8 @@ private:
                 int64_t chosen = 0;
                 for (int64_t k = 1; k < n; ++k) largest = larger(output(first + k), largest);
                 for (int64_t k = 0; k < n; ++k) {
-                    const float weight = exponential(output(first + k) - largest) / (noise ? noise[b * n + k] : 1.0f);
+                    const float probability = output(first + k) == -INFINITY ? 0.0f : exponential(output(first + k) - largest);
+                    const float weight = probability / (noise ? noise[b * n + k] : 1.0f);
                     if (weight > best) best = weight, chosen = k;
                 }
                 set(h++, static_cast<float>(chosen));

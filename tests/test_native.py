@@ -160,9 +160,8 @@ def test_masked_choices(toy):
     models[0].use_engine(EagerEngine(models[0].policy, 64))
     for model in models:
         model.policy.action_net.bias.data[1] = -np.inf
-        for _ in range(3):
-            np.random.seed(0)
-            model.learn(64)
+        model.set_random_seed(0)
+        model.learn(192)
     eager, native = (model.policy.parameters_to_vector() for model in models)
     np.testing.assert_allclose(native, eager, atol=1e-5)
     assert np.isneginf(native).sum() == 1

@@ -331,6 +331,7 @@ class NativeActor:
         self._log_prob_dtype = np.dtype(np.float16 if in_half else np.float32)
         self._choices: list[int] = plan["choices"] or [plan["policy"][-1][3]]
         self._noise: dict[tuple[int, int], tuple[Array, list[Callable[[], Any]]]] = {}
+        self._action_shape = cast("tuple[int, ...]", policy.action_space.shape)
         self._obs_shape = cast("tuple[int, ...]", policy.observation_space.shape)
         self._is_large = not plan["keeps_copy"]
         self._read_log_std()
@@ -340,7 +341,7 @@ class NativeActor:
         result = self._call(obs, True, True, deterministic)
         if result is None:
             return None
-        actions, value, log_prob, output, correction = result
+        _, actions, value, log_prob, output, correction = result
         behaviour = None
         if self._hands_on:
             behaviour = (output,) if self._log_std is None else (output, self._log_std)
@@ -351,12 +352,12 @@ class NativeActor:
     def predict(self, obs: Array, deterministic: bool) -> Array | None:
         """See ``policies.Actor``."""
         result = self._call(obs, True, False, deterministic)
-        return None if result is None else self._shaped(result[0])
+        return None if result is None else self._shaped(result[1])
 
     def predict_values(self, obs: Array) -> Array | None:
         """See ``policies.Actor``."""
         result = self._call(obs, False, True, True)
-        return None if result is None else result[1]
+        return None if result is None else result[2]
 
     def _call(self, obs: Array, actions: bool, values: bool, deterministic: bool) -> tuple[Any, ...] | None:
         if self._native is not None and self._moved():
@@ -365,15 +366,15 @@ class NativeActor:
         if native is None or obs.dtype.char not in "fd" or obs.shape[1:] != self._obs_shape:
             return None
         noise = None if deterministic else self._draw(len(obs))
-        flags, *result = native.act(np.ascontiguousarray(obs), noise, actions, values, self._must_look())
-        if flags:
+        result = native.act(np.ascontiguousarray(obs), noise, actions, values, self._must_look())
+        if flags := result[0]:
             if flags & _CHANGED:
                 self._read_log_std()
             if flags & _NOT_FINITE:
                 return None  # torch's way says what is wrong
             if flags & _SATURATED:
                 cast(Any, self.policy).warn_if_saturated(th.from_numpy(obs), "observation")
-        return tuple(result)
+        return result
 
     def _moved(self) -> bool:
         """Whether a module or parameter was replaced, or a parameter's memory."""
@@ -419,7 +420,7 @@ class NativeActor:
     def _shaped(self, actions: Array) -> Array:
         if self._head == "categorical":
             actions = actions.astype(np.int64)
-        return actions.reshape(-1, *cast("tuple[int, ...]", self.policy.action_space.shape))
+        return actions if actions.shape[1:] == self._action_shape else actions.reshape(-1, *self._action_shape)
 
 
 def _traits(policy: HalfPrecisionPolicy) -> Iterator[Any]:
