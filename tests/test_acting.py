@@ -61,6 +61,8 @@ def test_actions_values_and_log_probabilities(toy, isa, precision, actions, envs
         for a, b in zip(ours, theirs, strict=True):
             assert a.shape == b.shape
             assert a.dtype == b.dtype
+        if model.precision.round_actions:
+            assert th.equal(ours[0], model.precision.format.store(ours[0].float()).to(ours[0].dtype))
         if actions == "box":
             th.testing.assert_close(ours[0], theirs[0], rtol=2 * tick, atol=2 * tick)
         else:

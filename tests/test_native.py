@@ -210,6 +210,28 @@ def test_every_sharp_mode(toy, isa, sharing, root, write):
             assert difference <= 0.02 * value.double().norm() + (1e-4 if name == "carry" else 0), name
 
 
+@pytest.mark.parametrize("sharing", ["row", "rank1"])
+def test_rows_far_from_their_layers(toy, sharing):
+    """One row of gradients dwarfs the others: its root is clipped from above, theirs from below."""
+    precision = Precision(input_sharing=sharing, hidden_sharing=sharing)
+    settings = {"precision": precision, "n_steps": 128, "n_epochs": 4, "policy_kwargs": {"net_arch": [32, 64]}}
+    models = [collected(PPOFP16, toy(), **settings) for _ in range(2)]
+    models[0].use_engine(EagerEngine(models[0].policy, 64))
+    for model in models:
+        with th.no_grad():
+            model.policy.value_net.weight[:, 3] = 30
+            model.policy.value_net.weight[:, 4:] *= 0.01
+    hidden = models[0].policy.mlp_extractor.value_net[2].weight
+    before = hidden.detach().float().clone()
+    for model in models:
+        np.random.seed(0)
+        model.train()
+    eager, native = (model.policy.mlp_extractor.value_net[2].weight.detach().float() for model in models)
+    moved = (eager - before).square().mean(1).sqrt()
+    assert moved[3] > 3 * moved[10]
+    assert ((native - eager).square().mean(1).sqrt() < 0.1 * moved.clamp_min(1e-5)).all()
+
+
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_sharps_weight_decay(toy, decoupled):
     kwargs = {"optimizer_class": SHARP, "optimizer_kwargs": {"weight_decay": 0.3, "decoupled_weight_decay": decoupled}}
