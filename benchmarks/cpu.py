@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch as th
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 
@@ -340,6 +341,44 @@ def memory_table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+# Floor: the time that an update's matrix products alone would take at the core's best
+
+
+def floor(repeats: int) -> list[Row]:
+    """What each method makes of the core: products of an update per second, beside a large product of torch's."""
+    sb3 = collected(make_model("sb3", ENV, seed=0))
+    weights = [p.numel() for p in sb3.policy.parameters() if p.ndim == 2]
+    observations = sb3.policy.observation_space.shape
+    assert observations is not None
+    # Forward, gradient of the weights, and of the layer below, which the two first layers have no need of.
+    per_sample = 2 * (3 * sum(weights) - 2 * observations[0] * sb3.policy.net_arch["pi"][0])  # type: ignore[call-overload]
+    size, samples = 1024, ROLLOUT * sb3.n_epochs
+    a, b = th.randn(size, size), th.randn(size, size)
+    models = {name: collected(make_model(name, ENV, seed=0)) for name in ("fp32", "fp16")}
+    works: dict[str, Work] = {"torch.mm": partial(th.mm, a, b)}
+    works |= {f"native {name}": model.train for name, model in models.items()}
+    works |= {f"{engine} {name}": train for (engine, name), train in jax_updates(sb3).items()}
+    operations = [2.0 * size**3, *[float(per_sample * samples)] * (len(works) - 1)]
+    rates = np.array(operations) / in_turn(works.values(), repeats) / 1e9
+    return [
+        {
+            "method": method,
+            **spread("gflops", rates[:, i]),
+            **spread("share_of_best", rates[:, i] / rates[:, 0]),
+            "repeats": repeats,
+            **versions(),
+        }
+        for i, method in enumerate(works)
+    ]
+
+
+def floor_table(rows: Rows) -> str:
+    """Shares of the best rate as Markdown."""
+    lines = ["| what | products per second / `torch.mm`'s, median | min to max |", "|---|---:|---:|"]
+    lines += [f"| {row['method']} | {cells(row, 'share_of_best', 2)} |" for row in rows]
+    return "\n".join(lines)
+
+
 class Part(NamedTuple):
     """
     One results file and one table.
@@ -361,6 +400,7 @@ PARTS = {
     "widths": Part(widths, widths_table, RESULTS / "cpu_widths.csv"),
     "scaling": Part(scaling, scaling_table, RESULTS / "cpu_scaling.csv"),
     "memory": Part(memory, memory_table, RESULTS / "cpu_memory.csv"),
+    "floor": Part(floor, floor_table, RESULTS / "cpu_floor.csv"),
 }
 
 

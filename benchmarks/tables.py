@@ -22,7 +22,10 @@ PAGES: dict[Path, dict[str, tuple[Path, Callable[..., str]]]] = {
         "state_bytes": (state_bytes.FILE, state_bytes.table),
         **{name: (cpu.PARTS[name].file, cpu.PARTS[name].table) for name in ("update", "end_to_end")},
     },
-    DETAILS: {name: (cpu.PARTS[name].file, cpu.PARTS[name].table) for name in ("tasks", "widths", "scaling", "memory")},
+    DETAILS: {
+        name: (cpu.PARTS[name].file, cpu.PARTS[name].table)
+        for name in ("floor", "tasks", "widths", "scaling", "memory")
+    },
 }
 
 
