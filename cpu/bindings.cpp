@@ -105,7 +105,7 @@ Plan plan_of(const py::dict& given, bool has_state) {
     plan.two_sum = given["two_sum"].cast<bool>(), plan.naive = given["naive"].cast<bool>();
     plan.round_actions = given["round_actions"].cast<bool>();
     plan.networks = given["networks"].cast<int>(), plan.threads = given["threads"].cast<int>();
-    plan.keeps_copy = given["keeps_copy"].cast<bool>();
+    plan.compares = given["compares"].cast<bool>();
     return plan;
 }
 

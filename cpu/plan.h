@@ -53,7 +53,7 @@ struct Plan {
     bool round_actions;
     int networks;  // that have a gradient scale of their own
     int threads;
-    bool keeps_copy;  // an actor compares all parameters with those of the step before
+    bool compares;  // an actor looks at each step whether any parameter has changed
 };
 
 struct Settings {
@@ -101,7 +101,7 @@ struct Acting {
     const void* observations;  // FP32 or FP64
     bool observations_are_double;
     int64_t count;
-    bool look;  // whether parameters may have changed; asked only where the actor keeps no copy of them
+    bool look;  // whether parameters may have changed, for an actor that does not compare them
     const float* noise;  // standard normal, exponential or uniform draws; null: the distribution's mode
     float* actions;
     float* values;

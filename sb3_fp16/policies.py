@@ -110,6 +110,10 @@ class Actor(Protocol):
         """Look at the policy anew: any part of it may have been replaced."""
         ...
 
+    def look(self) -> None:
+        """Let the next action look at all weights, however they may have been written to."""
+        ...
+
     def act(self, obs: Array, deterministic: bool = False) -> tuple[Array, Acted] | None:
         """
         Actions, and what else ``HalfPrecisionPolicy.forward`` gives.

@@ -142,6 +142,8 @@ class PPOFP16(PPO):
         """The loop of SB3's ``collect_rollouts``."""
         assert self._last_obs is not None, "No previous observation was provided"
         self.policy.set_training_mode(False)
+        if self.policy.actor is not None:
+            self.policy.actor.look()
         rollout_buffer.reset()
         callback.on_rollout_start()
         box = self.action_space if isinstance(self.action_space, spaces.Box) else None
@@ -160,9 +162,11 @@ class PPOFP16(PPO):
                 return False
             self._update_info_buffer(infos, dones)
             n_steps += 1
+            if isinstance(self.action_space, spaces.Discrete):
+                actions = actions.reshape(-1, 1)
             if any(dones):
                 self._bootstrap_truncated(rewards, dones, infos)
-            rollout_buffer.add_step(obs, actions, rewards, cast(Array, self._last_episode_starts), acted)
+            rollout_buffer.add_step(self._last_obs, actions, rewards, cast(Array, self._last_episode_starts), acted)
             self._last_obs, self._last_episode_starts = cast(Array, new_obs), dones
         with th.no_grad():
             values = self.policy.predict_values(th.as_tensor(self._last_obs))

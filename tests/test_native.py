@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
+import warnings
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -336,6 +337,57 @@ def test_actions_of_another_type_than_the_rollout(toy):
     np.random.seed(0)
     twin.train()
     assert distance(before, twin, model) < 0.05
+
+
+def shrunk(state):
+    state["exp_avg" if "exp_avg" in state else "first_moment"] = th.zeros(1)
+
+
+def retyped(state):
+    state["step"] = state["step"].to(th.int32)
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("change", [shrunk, retyped])
+def test_state_that_does_not_fit_is_not_read_as_memory(toy, precision, change):
+    model = collected(PPOFP16, toy(), precision=precision)
+    model.train()
+    change(model.policy.optimizer.state[model.policy.value_net.weight])
+    refused = pytest.raises((ValueError, RuntimeError)) if change is shrunk else nullcontext()
+    with pytest.warns(UserWarning, match="leaves updates to torch"), refused:
+        model.train()
+
+
+@pytest.mark.parametrize("name", ["values", "log_probs", "behaviour", "actions"])
+def test_rollouts_that_lack_an_array_or_hold_impossible_actions(toy, name):
+    model = collected(PPOFP16, toy(spaces.Discrete(3)), precision="fp32" if name == "log_probs" else "fp16")
+    if name == "actions":
+        model.rollout_buffer.actions[:] = 7
+    else:
+        setattr(model.rollout_buffer, name, None)
+    with pytest.warns(UserWarning, match="leaves updates to torch"), pytest.raises(Exception):  # noqa: B017, PT011
+        model.train()
+
+
+def test_parameters_may_be_replaced_by_another_thread(toy):
+    model = collected(PPOFP16, toy(), precision="fp32", n_epochs=200)
+    parameters, done = model.get_parameters(), threading.Event()
+
+    def replace():
+        while not done.is_set():
+            model.set_parameters(parameters)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an update may find a state half replaced, and leave it to torch
+            for _ in range(5):
+                with suppress(RuntimeError, KeyError, ValueError):
+                    model.train()
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_an_incomplete_rollout_is_refused(toy):

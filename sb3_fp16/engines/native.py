@@ -29,7 +29,7 @@ from sb3_fp16.engines.eager import EagerEngine, diverged
 from sb3_fp16.policies import HalfPrecisionPolicy
 from sb3_fp16.precision import Precision
 from sb3_fp16.residuals import log_ratio_bounds
-from sb3_fp16.sharp import SHARP, shared_as
+from sb3_fp16.sharp import SHARP, root_shape, shared_as
 
 try:
     from sb3_fp16 import _cpu
@@ -59,8 +59,8 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
 _OVERRIDES = ("extract_features", "get_distribution", "predict_values", "_predict")
 MOST_DRAWS = 64
 """Threads and numbers of environments whose arrays of random numbers an actor keeps."""
-LARGE = 1 << 18
-"""Bytes of parameters from which on an action does not compare them all."""
+LARGE = 1 << 22
+"""Bytes of parameters beyond which an action does not look at them all."""
 _ROLLOUT_METHODS = ("get", "minibatch_rows", "_get_samples")
 ONE_THREAD_WIDTH = 256
 """Layers up to this width run on one thread: waking another would take longer."""
@@ -228,25 +228,36 @@ def _is_plain(optimizer: th.optim.Optimizer, policy: HalfPrecisionPolicy, parame
     if not all(p.requires_grad for p in parameters):
         return False
     if policy.precision.optimizer == "sharp":
-        root = th.float32 if groups[0].get("root_rounding") == "fp32" else dtype
-        wanted = {"first_moment": dtype, "root_second_moment": root}
         kind = policy.precision.format
         bits = None if kind.is_native else kind.significand_bits
         as_planned = groups[0].get("state_dtype") in (None, dtype) and groups[0].get("significand_bits") == bits
-        return type(optimizer) is SHARP and as_planned and _holds(optimizer, wanted)
+        return type(optimizer) is SHARP and as_planned and _holds(optimizer, parameters)
     unknown = ("amsgrad", "maximize", "decoupled_weight_decay")
     if type(optimizer) is not th.optim.Adam or any(groups[0].get(name, False) for name in unknown):
         return False
-    return _holds(optimizer, {"step": th.float32, "exp_avg": dtype, "exp_avg_sq": dtype})
+    return _holds(optimizer, parameters)
 
 
-def _holds(optimizer: th.optim.Optimizer, formats: dict[str, th.dtype]) -> bool:
-    """Whether the state there is, of each parameter, is contiguous and of these formats."""
-    return all(
-        isinstance(state.get(name), Tensor) and state[name].dtype == dtype and state[name].is_contiguous()
-        for state in optimizer.state.values()
-        for name, dtype in formats.items()
-    )
+def _holds(optimizer: th.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:
+    """Whether the state there is, of each parameter, is as the C++ side takes it to be."""
+    (group,) = optimizer.param_groups
+    for i, p in enumerate(parameters):
+        state = optimizer.state.get(p)
+        if not state:
+            continue
+        if isinstance(optimizer, SHARP):
+            sharing = group["sharing"] if isinstance(group["sharing"], str) else group["sharing"][i]
+            root = th.float32 if group["root_rounding"] == "fp32" else p.dtype
+            wanted = {"step": ((), th.int64), "first_moment": (tuple(p.shape), p.dtype)}
+            wanted |= {"root_second_moment": (root_shape(p.shape, sharing), root)}
+            wanted |= {"carry": (tuple(p.shape), th.float32)} if "carry" in state else {}
+        else:
+            wanted = {"step": ((), th.float32), **dict.fromkeys(("exp_avg", "exp_avg_sq"), (tuple(p.shape), p.dtype))}
+        for name, (shape, dtype) in wanted.items():
+            x = state.get(name)
+            if not isinstance(x, Tensor) or tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous():
+                return False
+    return True
 
 
 def _plan_of(policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> dict[str, Any]:
@@ -269,7 +280,8 @@ def _plan_of(policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> dic
         "compute": precision.storage if precision.compute == "storage" else precision.compute.removesuffix("-sr"),
         "stochastic_copy": precision.compute.endswith("-sr"),
         "parameters": [
-            {"data": p.data_ptr(), "rows": p.numel() // p.shape[-1], "columns": p.shape[-1]} for p in parameters
+            {"data": x.data_ptr(), "rows": x.numel() // x.shape[-1], "columns": x.shape[-1], "held": [x]}
+            for x in (p.data for p in parameters)
         ],
         "policy": layers(policy.mlp_extractor.policy_net, policy.action_net),
         "value": layers(policy.mlp_extractor.value_net, policy.value_net),
@@ -281,7 +293,7 @@ def _plan_of(policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> dic
         "round_actions": precision.round_actions,
         "networks": 1,
         "threads": 1,
-        "keeps_copy": sum(p.nbytes for p in parameters) <= LARGE,
+        "compares": sum(p.nbytes for p in parameters) <= LARGE,
         "hands_on": policy.absolute_because is None,
         "corrects": policy.absolute_because is None and head == "gaussian" and not precision.round_actions,
     }
@@ -305,7 +317,6 @@ class NativeActor:
 
     def check(self) -> None:
         """See ``policies.Actor``."""
-        self._versions: list[int] = []
         seen = tuple(_traits(self.policy))
         if seen != self._seen:
             self._seen = seen
@@ -314,6 +325,7 @@ class NativeActor:
     def _prepare(self) -> None:
         policy = self.policy
         self._native: _cpu.Actor | None = None
+        self.look()
         self._views: list[Any] = []
         self._parts: list[Any] = []
         parts = _parts_of(policy)
@@ -333,8 +345,12 @@ class NativeActor:
         self._noise: dict[tuple[int, int], tuple[Array, list[Callable[[], Any]]]] = {}
         self._action_shape = cast("tuple[int, ...]", policy.action_space.shape)
         self._obs_shape = cast("tuple[int, ...]", policy.observation_space.shape)
-        self._is_large = not plan["keeps_copy"]
+        self._is_large = not plan["compares"]
         self._read_log_std()
+
+    def look(self) -> None:
+        """Let the next action look at all weights: they were written to in a way that torch does not count."""
+        self._versions: list[int] = []
 
     def act(self, obs: Array, deterministic: bool = False) -> tuple[Array, Acted] | None:
         """See ``policies.Actor``."""
@@ -352,7 +368,9 @@ class NativeActor:
     def predict(self, obs: Array, deterministic: bool) -> Array | None:
         """See ``policies.Actor``."""
         result = self._call(obs, True, False, deterministic)
-        return None if result is None else self._shaped(result[1])
+        if result is None:
+            return None
+        return cast(Array, result[1]) if self._head == "gaussian" else self._shaped(result[1])
 
     def predict_values(self, obs: Array) -> Array | None:
         """See ``policies.Actor``."""
@@ -385,8 +403,8 @@ class NativeActor:
 
     def _must_look(self) -> bool:
         """
-        Whether torch counted a change of any weight, or a rollout begins. The C++ side asks where weights are so many
-        that comparing them at each step would take long.
+        Whether torch counted a change of any weight, or an update or a rollout has come between. The C++ side asks
+        where weights are so many that looking at them at each step would take long.
         """
         if not self._is_large:
             return True
@@ -490,16 +508,15 @@ class NativeEngine(EagerEngine):
         counters = np.array([scale.good_steps, scale.skipped_steps, scale.skips_at_floor], dtype=np.int64)
         skipped_before = int(counters[1])
         addresses, kept = _addresses(rollout)
-        # The GIL is released meanwhile: whatever another thread replaces must live until the end.
-        states = [list(state.values()) for state in self.optimizer.state.values()]
-        alive = ([p.data for p in parts.parameters], states, rollout.arrays(), kept)
+        held = rollout.arrays(), kept  # the GIL is released meanwhile: what another thread replaces must live on
         plan, numbers = self._plan(parts.parameters), self._settings(rollout, settings)
         try:
             stats = _cpu.update(self.isa, plan, addresses, numbers, order, scales, counters)
         finally:  # also where the user interrupts
-            del alive
+            self.actor.look()
             scale.scales = th.from_numpy(scales)
             scale.good_steps, scale.skipped_steps, scale.skips_at_floor = (th.tensor(int(n)) for n in counters)
+            del held
         if random_state is not None and stats["stopped_at_kl"] is not None:
             # Take back the orders of the epochs that were not begun.
             np.random.set_state(random_state)
@@ -566,12 +583,12 @@ class NativeEngine(EagerEngine):
         plan = _plan_of(self.policy, parameters)
         starts = np.cumsum([0, *(p.numel() for p in parameters)])
         for i, (entry, parameter) in enumerate(zip(plan["parameters"], parameters, strict=True)):
-            entry.update(self._entry(i, parameter, int(starts[i])))
+            entry.update(self._entry(i, parameter, int(starts[i]), entry["held"]))
         width = max(layer[3] for net in ("policy", "value") for layer in plan[net])
         threads = th.get_num_threads() if width > ONE_THREAD_WIDTH else 1
         return plan | {"networks": len(self.networks), "threads": threads}
 
-    def _entry(self, i: int, parameter: nn.Parameter, first_element: int) -> dict[str, Any]:
+    def _entry(self, i: int, parameter: nn.Parameter, first_element: int, held: list[Tensor]) -> dict[str, Any]:
         (group,) = self.optimizer.param_groups
         sharing, writeback = "elementwise", "nearest"
         if isinstance(self.optimizer, SHARP):
@@ -584,11 +601,13 @@ class NativeEngine(EagerEngine):
             if not state:  # as Adam makes it at its first step
                 state.update(step=th.zeros(()), exp_avg=th.zeros_like(parameter), exp_avg_sq=th.zeros_like(parameter))
             first, second = state["exp_avg"], state["exp_avg_sq"]
+        step, carry = state["step"], state.get("carry")
+        held += [first, second, step, *([] if carry is None else [carry])]
         return {
             "first_moment": first.data_ptr(),
             "second_moment": second.data_ptr(),
-            "carry": state["carry"].data_ptr() if "carry" in state else 0,
-            "step": state["step"].data_ptr(),
+            "carry": 0 if carry is None else carry.data_ptr(),
+            "step": step.data_ptr(),
             "first_element": first_element,
             "network": self._networks_in_order[i],
             "sharing": shared_as(parameter.shape, sharing),
@@ -606,6 +625,12 @@ def _is_ours(rollout: RolloutBuffer, policy: HalfPrecisionPolicy) -> TypeGuard[R
     behaviour, log_std = (*(rollout.behaviour or ()), None, None)[:2]
     gaussian = _HEADS[type(policy.action_dist)] == "gaussian"
     outputs = cast(nn.Linear, policy.action_net).out_features
+    if (behaviour is None) == (rollout.log_probs is None) or (gaussian and (behaviour is None) != (log_std is None)):
+        return False
+    if any(x is None for x in (rollout.observations, rollout.values, rollout.advantages, rollout.returns)):
+        return False
+    if not gaussian and not _within(rollout.actions, policy):
+        return False
     log_prob_kind = kind if rollout.precision.log_ratio == "absolute-stored" else np.dtype(np.float32)
     wanted = [
         (rollout.observations, (*steps, *rollout.obs_shape), kind),
@@ -617,6 +642,14 @@ def _is_ours(rollout: RolloutBuffer, policy: HalfPrecisionPolicy) -> TypeGuard[R
         (rollout.log_probs, steps, log_prob_kind),
     ]
     return all(x is None or (x.shape == shape and x.dtype == t and x.flags.c_contiguous) for x, shape, t in wanted)
+
+
+def _within(actions: Array, policy: HalfPrecisionPolicy) -> bool:
+    """Whether discrete actions are among the choices."""
+    distribution = policy.action_dist
+    is_categorical = _HEADS[type(distribution)] == "categorical"
+    choices = getattr(distribution, "action_dims", getattr(distribution, "action_dim", 0)) if is_categorical else 2
+    return bool((actions >= 0).all() and (actions < np.asarray(choices)).all())
 
 
 def _addresses(rollout: RolloutBufferFP16) -> tuple[dict[str, int], Array]:
