@@ -2,7 +2,7 @@
 
 import warnings
 
-from sb3_fp16.engines.native import BUILT
+from sb3_fp16.engines.native_plan import BUILT
 from sb3_fp16.policies import ActorCriticPolicyFP16
 from sb3_fp16.ppo import PPOFP16
 from sb3_fp16.precision import Precision

@@ -332,9 +332,8 @@ class RolloutBufferFP16(RolloutBuffer):
 
         :return: rows of the arrays' first two dimensions flattened, shape (n_steps * n_envs,)
         """
-        order: Array = np.random.permutation(
-            self.buffer_size * self.n_envs
-        )  # counts through environments first, as SB3 does
+        # Counts through the steps of one environment after the other, as SB3 does.
+        order: Array = np.random.permutation(self.buffer_size * self.n_envs)
         if self.n_envs == 1:
             return order
         rows: Array = order % self.buffer_size * self.n_envs + order // self.buffer_size

@@ -16,7 +16,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import nn
 
 from sb3_fp16 import PPOFP16, Precision
-from sb3_fp16.engines.native import NativeActor, NativeEngine
+from sb3_fp16.engines.native import NativeEngine
+from sb3_fp16.engines.native_actor import NativeActor
 from tests.test_engines import collected
 from tests.test_native import ACTIONS, ISAS, PRESETS, logged
 

@@ -16,7 +16,7 @@ ROWS = (
     {"scalars", "residuals", "sharp"},
     {"buffers", "layers", "distributions"},
     {"policies"},
-    {"engines", "engines.contract", "engines.eager", "engines.native"},
+    {"engines", "engines.contract", "engines.eager", "engines.native_plan", "engines.native_actor", "engines.native"},
     {"saving"},
     {"ppo"},
     {"__init__"},

@@ -2,7 +2,8 @@
 
 from sb3_fp16.engines.contract import Engine, UpdateSettings, UpdateStats
 from sb3_fp16.engines.eager import EagerEngine
-from sb3_fp16.engines.native import NativeEngine, why_not_native
+from sb3_fp16.engines.native import NativeEngine
+from sb3_fp16.engines.native_plan import why_not_native
 from sb3_fp16.policies import HalfPrecisionPolicy
 
 __all__ = ["Engine", "UpdateSettings", "UpdateStats", "select_engine"]
