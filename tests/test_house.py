@@ -20,6 +20,7 @@ ROWS = (
     {"saving"},
     {"ppo"},
     {"__init__"},
+    {"__main__"},
 )
 
 
