@@ -27,6 +27,12 @@ bool supports(const std::string& isa) {
     return isa == "portable";
 }
 
+std::string best() {
+    for (const char* isa : {"avx512", "avx2"})
+        if (supports(isa)) return isa;
+    return "portable";
+}
+
 const Engine& engine_of(const std::string& isa) {
     if (!supports(isa)) throw std::invalid_argument("this processor does not support " + isa);
 #if defined(__x86_64__)
@@ -333,6 +339,7 @@ Floats rounded(const std::string& isa, const std::string& storage, const Floats&
 PYBIND11_MODULE(_cpu, m) {
     m.doc() = "PPO updates and actions of MLP policies, each in one native call.";
     m.def("supports", &supports, "Whether this processor runs an instruction set.");
+    m.def("best", &best, "The best instruction set of this processor.");
     m.def("store", &store, "Round FP32 values to storage, saturating; returns how many saturated, -1 if one is not finite.");
     m.def("gae", &gae, "Fill advantages and returns of a rollout; returns how many saturated.");
     m.def("load", &load, "FP32 values of numbers in storage.");

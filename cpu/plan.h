@@ -20,7 +20,7 @@ struct Parameter {
     void* first_moment;
     void* root_second_moment;  // of Adam: the second moment
     float* carry;              // null unless the writeback keeps one
-    int64_t* step;             // of Adam: null, see adam_step
+    int64_t* step;             // of SHARP; Adam's, at the same address, is a float
     float* adam_step;
     uint32_t first_element;  // of the threshold sequences
     int network;

@@ -12,7 +12,7 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_fp16 import PPOFP16, __version__
-from sb3_fp16.engines.native_plan import BUILT, best_isa
+from sb3_fp16.engines.native_plan import BUILT
 
 PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "gymnasium", "torch", "numpy")
 
@@ -34,7 +34,9 @@ def versions() -> list[str]:
 def engines() -> list[str]:
     """A line per engine and device: whether it is there, and what to do where it is not."""
     if BUILT:
-        native = f"available, {best_isa()}, {th.get_num_threads()} threads for wide networks"
+        from sb3_fp16 import _cpu
+
+        native = f"available, {_cpu.best()}, {th.get_num_threads()} threads for wide networks"
     else:
         native = "missing: install a C++17 compiler and reinstall with SB3_FP16_CPU=1, which shows why a build fails"
     cuda = th.cuda.get_device_name() if th.cuda.is_available() else "none that torch can use"

@@ -18,7 +18,7 @@ from sb3_fp16.rounding import check_finite
 try:
     from sb3_fp16 import _cpu
 
-    _ISA: str | None = next(name for name in ("avx512", "avx2", "portable") if _cpu.supports(name))
+    _ISA: str | None = _cpu.best()
 except ImportError:  # no compiler where the package was installed
     _ISA = None
 
@@ -246,14 +246,13 @@ class RolloutBufferFP16(RolloutBuffer):
         usual = isinstance(self.observations, np.ndarray) and all(x is None or x.ndim != 3 for x in behaviour[1:])
         self._recorded = self._step_arrays()
         self._recorder = None
-        if _ISA is not None and usual and all(x is None or x.flags.c_contiguous for x in self._recorded[:6]):
-            arrays = [*self._recorded[:6], behaviour[0], self.corrections]
+        if _ISA is not None and usual and all(x is None or x.flags.c_contiguous for x in self._recorded):
+            arrays = [*self._recorded, behaviour[0], self.corrections]
             self._recorder = _cpu.Recorder(_ISA, self.precision.storage, arrays)
 
     def _step_arrays(self) -> tuple[Any, ...]:
-        """What a step is stored in, in the order of the recorder's arguments."""
-        of_rollout = (self.observations, self.actions, self.rewards, self.values, self.episode_starts, self.log_probs)
-        return (*of_rollout, self.behaviour, self.corrections)
+        """What a step is stored in and a callback may replace, in the order of the recorder's arguments."""
+        return self.observations, self.actions, self.rewards, self.values, self.episode_starts, self.log_probs
 
     def _store_behaviour(self, array: Array, parameter: Array) -> Array:
         values = self._rounded(parameter)

@@ -147,6 +147,7 @@ class PPOFP16(PPO):
         rollout_buffer.reset()
         callback.on_rollout_start()
         box = self.action_space if isinstance(self.action_space, spaces.Box) else None
+        is_discrete = isinstance(self.action_space, spaces.Discrete)
         n_steps = 0
         while n_steps < n_rollout_steps:
             obs = cast(Array, self._last_obs)
@@ -162,7 +163,7 @@ class PPOFP16(PPO):
                 return False
             self._update_info_buffer(infos, dones)
             n_steps += 1
-            if isinstance(self.action_space, spaces.Discrete):
+            if is_discrete:
                 actions = actions.reshape(-1, 1)
             if any(dones):
                 self._bootstrap_truncated(rewards, dones, infos)

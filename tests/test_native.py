@@ -388,6 +388,7 @@ def test_parameters_may_be_replaced_by_another_thread(toy):
     finally:
         done.set()
         thread.join()
+    assert np.isfinite(model.policy.parameters_to_vector()).all()
 
 
 def test_an_incomplete_rollout_is_refused(toy):

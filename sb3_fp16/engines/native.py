@@ -13,7 +13,7 @@ from sb3_fp16.buffers import Array, RolloutBufferFP16
 from sb3_fp16.engines.contract import UpdateSettings, UpdateStats
 from sb3_fp16.engines.eager import EagerEngine, diverged
 from sb3_fp16.engines.native_actor import NativeActor
-from sb3_fp16.engines.native_plan import HEADS, best_isa, parts_of, plan_of, why_not_native
+from sb3_fp16.engines.native_plan import HEADS, parts_of, plan_of, why_not_native
 from sb3_fp16.policies import HalfPrecisionPolicy
 from sb3_fp16.residuals import log_ratio_bounds
 from sb3_fp16.sharp import SHARP, shared_as
@@ -41,7 +41,7 @@ class NativeEngine(EagerEngine):
     def __init__(self, policy: HalfPrecisionPolicy, batch_size: int, isa: str | None = None) -> None:
         super().__init__(policy, batch_size)
         self.batch_size = batch_size
-        self.isa = isa or best_isa()
+        self.isa = isa or _cpu.best()
         self.reason = f"one C++ call per update and per action, {self.isa}"
         self._actor: NativeActor | None = None
         self._warned = False

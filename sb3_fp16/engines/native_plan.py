@@ -23,7 +23,7 @@ from sb3_fp16.precision import Precision
 from sb3_fp16.sharp import SHARP, root_shape
 
 try:
-    from sb3_fp16 import _cpu
+    from sb3_fp16 import _cpu  # noqa: F401  # a module that is there but does not load counts as missing
 
     BUILT = True
 except ImportError:  # no compiler where the package was installed
@@ -50,11 +50,6 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
 _OVERRIDES = ("extract_features", "get_distribution", "predict_values", "_predict")
 LARGE = 1 << 22
 """Bytes of parameters beyond which an action does not look at them all."""
-
-
-def best_isa() -> str:
-    """The best instruction set of this processor that the native module knows."""
-    return next(name for name in ("avx512", "avx2", "portable") if _cpu.supports(name))
 
 
 def why_not_native(policy: HalfPrecisionPolicy, parts: "Parts | None" = None) -> str | None:
