@@ -1,5 +1,5 @@
 """
-Builds sb3_fp16._cpu, the native CPU engine; everything else stands in pyproject.toml.
+Builds sb3_fp16._cpu, the native CPU engine, and places the RL Zoo hook; everything else stands in pyproject.toml.
 
 SB3_FP16_CPU = auto (default: without a compiler the package installs and runs on plain torch) | 1 (fail if it cannot
 be built) | 0 (leave it out).
@@ -14,6 +14,7 @@ from glob import glob
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 SWITCH = os.environ.get("SB3_FP16_CPU", "auto").lower()
 if SWITCH not in ("auto", "0", "1"):
@@ -62,6 +63,23 @@ class BestEffort(build_ext):
             self.warn(f"{ext.name} was not built ({error}); updates will run on plain torch, some ten times slower")
 
 
+class WithZooHook(build_py):
+    """A wheel's zoo_hook/sb3_fp16_zoo.pth lies where Python reads it at its start; see docs/rl_zoo.md."""
+
+    HOOK = "sb3_fp16_zoo.pth"
+
+    def run(self) -> None:
+        """Copy it beside the packages."""
+        super().run()
+        if not self.editable_mode:
+            self.copy_file(os.path.join("zoo_hook", self.HOOK), self.build_lib)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """Name it among the files that are installed."""
+        copied = [] if self.editable_mode else [os.path.join(self.build_lib, self.HOOK)]
+        return super().get_outputs(include_bytecode) + copied
+
+
 ParallelCompile().install()
 wanted = SWITCH == "1" or (SWITCH == "auto" and sys.platform != "win32")
-setup(ext_modules=[extension] if wanted else [], cmdclass={"build_ext": BestEffort})
+setup(ext_modules=[extension] if wanted else [], cmdclass={"build_ext": BestEffort, "build_py": WithZooHook})

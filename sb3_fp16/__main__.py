@@ -1,4 +1,4 @@
-"""``python -m sb3_fp16``: versions, engines and devices, what is missing and how to get it, and a self-test."""
+"""``python -m sb3_fp16``: versions, engines, devices, RL Zoo, what is missing and how to get it, and a self-test."""
 
 import platform
 import sys
@@ -11,7 +11,7 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 
-from sb3_fp16 import PPOFP16, __version__
+from sb3_fp16 import PPOFP16, __version__, zoo
 from sb3_fp16.engines.native_plan import BUILT
 
 PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "gymnasium", "torch", "numpy")
@@ -32,7 +32,7 @@ def versions() -> list[str]:
 
 
 def engines() -> list[str]:
-    """A line per engine and device: whether it is there, and what to do where it is not."""
+    """A line per engine, device and RL Zoo: whether it is there, and what to do where it is not."""
     if BUILT:
         from sb3_fp16 import _cpu
 
@@ -40,7 +40,12 @@ def engines() -> list[str]:
     else:
         native = "missing: install a C++17 compiler and reinstall with SB3_FP16_CPU=1, which shows why a build fails"
     cuda = th.cuda.get_device_name() if th.cuda.is_available() else "none that torch can use"
-    return ["eager engine        available", f"native CPU engine   {native}", f"CUDA device         {cuda}"]
+    return [
+        "eager engine        available",
+        f"native CPU engine   {native}",
+        f"CUDA device         {cuda}",
+        f"RL Zoo              {zoo.status()}",
+    ]
 
 
 class _Echo(gym.Env[np.ndarray, np.ndarray]):

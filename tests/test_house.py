@@ -20,6 +20,7 @@ ROWS = (
     {"saving"},
     {"ppo"},
     {"__init__"},
+    {"zoo"},
     {"__main__"},
 )
 

@@ -1,0 +1,5 @@
+"""The runs of ``ppo_fp16.yml`` with ``precision: amp-bf16-sr``."""
+
+from sb3_fp16.hyperparams import in_precision
+
+hyperparams = in_precision("amp-bf16-sr")

@@ -1,0 +1,5 @@
+"""The runs of ``ppo_fp16.yml`` with ``precision: e5m9``."""
+
+from sb3_fp16.hyperparams import in_precision
+
+hyperparams = in_precision("e5m9")
