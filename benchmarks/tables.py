@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cpu, halfcheetah, state_bytes
+from benchmarks import cpu, halfcheetah, state_bytes, zoo
 from benchmarks.runner import read_csv
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +26,7 @@ PAGES: dict[Path, dict[str, tuple[Path, Callable[..., str]]]] = {
         name: (cpu.PARTS[name].file, cpu.PARTS[name].table)
         for name in ("floor", "tasks", "widths", "scaling", "memory")
     },
+    ROOT / "docs" / "rl_zoo.md": {"zoo": (zoo.FILE, zoo.table)},
 }
 
 

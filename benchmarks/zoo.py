@@ -24,7 +24,7 @@ FILE, CAPTURE = RESULTS / "zoo.csv", RESULTS / "zoo_training.txt"
 
 
 class Command(NamedTuple):
-    """A command line, what it prints (a regular expression), and the files that it leaves."""
+    """A command line, a regular expression of what it prints, and the files that it leaves."""
 
     line: str
     prints: str
@@ -41,9 +41,9 @@ COMMANDS = {
         r"(?s)hyperparams/ppo_fp16.yml.*native engine.*total_timesteps *\| 8192.*Saving to",
         (AGENT, f"{FIRST}/best_model.zip", f"{FIRST}/rl_model_8192_steps.zip", f"{FIRST}/evaluations.npz", "tb"),
     ),
-    "resume": Command(f"{TRAIN} HalfCheetah-v5 -n 2048 -i {AGENT}", r"Loading pretrained agent", ()),
+    "resume": Command(f"{TRAIN} HalfCheetah-v5 -n 2048 -i {AGENT}", r"Loading pretrained agent"),
     "another precision": Command(
-        f"""{TRAIN} HalfCheetah-v5 -n 2048 -params "precision:'paper'" """, r"paper", ("logs/ppo_fp16/HalfCheetah-v5_3",)
+        f"{TRAIN} HalfCheetah-v5 -n 2048 -params \"precision:'paper'\"", r"Using precision paper and the native engine"
     ),
     "another file": Command(
         f"{TRAIN} HalfCheetah-v5 -n 2048 -conf sb3_fp16.hyperparams.amp_fp16", r"'precision', 'amp-fp16'"
@@ -90,7 +90,7 @@ def new_environment(folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     programs = folder / "venv" / "bin"
     pip = [programs / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
-    subprocess.run([*pip, f"{copy_of_tree(folder)}[zoo]"], check=True)
+    subprocess.run([*map(str, pip), f"{copy_of_tree(folder)}[zoo]"], check=True)
     return programs
 
 
@@ -117,9 +117,9 @@ def run(programs: Path, line: str, folder: Path, **environment: str) -> subproce
 
 
 def training_table(output: str) -> str:
-    """The last table of ``train``'s output, with its frame."""
-    *_, last = re.finditer(r"(?m)^-{10,}\n(?:\|.*\n)+-{10,}$", output)
-    return last.group()
+    """The last table with all that is logged of a rollout and an update, as ``train`` printed it."""
+    tables = re.findall(r"(?m)^-{10,}\n(?:\|.*\n)+-{10,}$", output)
+    return next(table for table in reversed(tables) if "rollout/" in table and "train/" in table)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -129,8 +129,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     :param rows: of the results file
     """
     lines = ["| command | seconds |", "|---|---:|"]
-    lines += [f"| `{row['line'].strip()}` | {row['seconds']} |".replace("|best", "best") for row in rows]
-    return "\n".join([*lines, "", "The last table that the first of them prints:", "", "```", CAPTURE.read_text(), "```"])
+    lines += [f"| `{row['line']}` | {row['seconds']} |" for row in rows]
+    return "\n".join(
+        [*lines, "", "A table that the first prints while it trains:", "", "```", CAPTURE.read_text().rstrip(), "```"]
+    )
 
 
 def main() -> None:
