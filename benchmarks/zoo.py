@@ -118,7 +118,7 @@ def run(programs: Path, line: str, folder: Path, **environment: str) -> subproce
 
 def training_table(output: str) -> str:
     """The last table with all that is logged of a rollout and an update, as ``train`` printed it."""
-    tables = re.findall(r"(?m)^-{10,}\n(?:\|.*\n)+-{10,}$", output)
+    tables: list[str] = re.findall(r"(?m)^-{10,}\n(?:\|.*\n)+-{10,}$", output)
     return next(table for table in reversed(tables) if "rollout/" in table and "train/" in table)
 
 
@@ -149,7 +149,7 @@ def main() -> None:
             seconds = round(time.perf_counter() - started, 1)
             rows.append({"name": title, "line": command.line, "seconds": seconds, **versions()})
             if title == "train":
-                CAPTURE.write_text(training_table(done.stdout))
+                CAPTURE.write_text(training_table(done.stdout) + "\n")
     write_csv(FILE, rows)
     print(table(rows))
 
