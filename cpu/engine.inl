@@ -10,10 +10,6 @@ namespace {
 namespace sb3_fp16 {
 namespace {
 
-constexpr float LOG_SQRT_2PI = 0.918938533204672742f;
-constexpr float LARGEST_EXPONENT = 80.0f, LARGEST_FLOAT = 3.40282347e38f, SMALLEST = 1.17549435e-38f, ROW_CLIP = 4.0f;
-constexpr uint32_t PARAMETER_SALT = 0x5851F42Du, ROOT_SALT = 0x14057B7Eu, COPY_SALT = 0x2545F491u;
-
 #include "formats.inl"
 #include "tiles.inl"
 #include "network.inl"

@@ -3,8 +3,6 @@
 // Arrays are [output][sample], so that a register holds one output of WIDTH samples; `s` is the first of them. A head
 // first answers with the log-ratio d, then turns ∂loss/∂d of each sample into gradients of its outputs.
 
-constexpr float LARGEST_LOGIT_CHANGE = 10.0f;  // beyond it the sum of expm1 terms loses what log-sum-exp keeps
-
 // The samples of a minibatch, or of one step of all environments.
 struct Samples {
     int64_t stride;
@@ -25,8 +23,6 @@ struct Samples {
     Lane output0(int64_t j, int64_t s) const { return at(behaviour, j, s, stride); }
     void set_signal(int64_t j, int64_t s, Lane x) { store_lane(&signal[static_cast<size_t>(j * stride + s)], x); }
 };
-
-enum class LogRatio { absolute, residual, two_sum };
 
 // a + b = high + low exactly, in a format's own operations (Ogita et al. 2005).
 template <class C>

@@ -96,8 +96,3 @@ SB3_FP16_LANE float largest_of(Lane x) {
     return x[0];
 }
 
-// A power of two near a magnitude, and its inverse: for scaling exactly.
-SB3_FP16_LANE Lane power_of_two(Lane magnitude) {
-    return as_float(as_word(smaller(larger(magnitude, lane_of(1.17549435e-38f)), lane_of(8.5e37f))) & 0x7f800000u);
-}
-SB3_FP16_LANE Lane inverse_of_power(Lane power) { return as_float(0x7f000000u - as_word(power)); }

@@ -43,12 +43,11 @@ SB3_FP16_LANE Lane square_of(const Target& t, int64_t row, int64_t column, Lane 
 // Σ (g/unit)² of all elements, and of rows and columns if asked for; of rows in PAD lanes for every instruction set.
 template <bool IS_DENSE>
 static double sum_squares(Target& t) {
-    constexpr int64_t TOGETHER = 32;  // rows that stay in the cache from one sum to the other
     const Lane inverse = inverse_of_power(lane_of(t.unit));
     std::fill(t.column_squares.begin(), t.column_squares.end(), 0.0f);
     double total = 0.0;
-    for (int64_t row = 0; row < t.shape.rows; row += TOGETHER) {
-        const int64_t end = std::min(row + TOGETHER, t.shape.rows);
+    for (int64_t row = 0; row < t.shape.rows; row += ROWS_TOGETHER) {  // they stay in the cache from one sum to the other
+        const int64_t end = std::min(row + ROWS_TOGETHER, t.shape.rows);
         for (int64_t r = row; r < end; ++r) {
             Lane sum[PAD / WIDTH] = {};
             for (int64_t c = 0; c < t.shape.columns; c += PAD)
@@ -59,9 +58,9 @@ static double sum_squares(Target& t) {
         }
         for (int64_t c = 0; c < static_cast<int64_t>(t.column_squares.size()); c += WIDTH) {
             float* column = &t.column_squares[static_cast<size_t>(c)];
-            Lane sum = load_lane(column);
+            Lane sum{};
             for (int64_t r = row; r < end; ++r) sum = sum + square_of<IS_DENSE>(t, r, c, inverse);
-            store_lane(column, sum);
+            store_lane(column, load_lane(column) + sum);
         }
     }
     return total;

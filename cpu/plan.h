@@ -5,13 +5,11 @@
 #include <memory>
 #include <vector>
 
+#include "../cuda/modes.h"
+
 namespace sb3_fp16 {
 
-enum class Storage { fp32, fp16, bf16, short_half };
-enum class Sharing { elementwise, row, rank1 };
-enum class Rounding { nearest, stochastic, dithered, residual, swallowed, fp32 };
 enum class Activation { none, tanh, relu, leaky_relu, elu, silu, gelu, gelu_tanh };
-enum class Head { gaussian, categorical, bernoulli };
 
 // One parameter with its optimizer state; an actor needs the first line only.
 struct Parameter {

@@ -12,8 +12,10 @@
 
 #ifdef __CUDACC__
 #define SB3_FP16_FUNCTION __host__ __device__ __forceinline__
+#define SB3_FP16_METHOD __host__ __device__ __forceinline__
 #else
 #define SB3_FP16_FUNCTION static inline __attribute__((always_inline))
+#define SB3_FP16_METHOD inline __attribute__((always_inline))
 #endif
 
 namespace sb3_fp16 {
@@ -57,6 +59,17 @@ SB3_FP16_FUNCTION T with_sign_of(T magnitude, T x) {
 template <class T>
 SB3_FP16_FUNCTION T clamped(T x, float lower, float upper) {
     return smaller(T{} + upper, larger(T{} + lower, x));
+}
+
+// A power of two near a magnitude, and its inverse: for scaling exactly.
+template <class T>
+SB3_FP16_FUNCTION T power_of_two(T magnitude) {
+    return as_float(as_word(smaller(larger(magnitude, T{} + 1.17549435e-38f), T{} + 8.5e37f)) & 0x7f800000u);
+}
+
+template <class T>
+SB3_FP16_FUNCTION T inverse_of_power(T power) {
+    return as_float(0x7f000000u - as_word(power));
 }
 
 // e^r for |r| <= ln(2)/2, minus 1: Taylor to r^7, error below 2^-26 relative.
