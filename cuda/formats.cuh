@@ -27,7 +27,7 @@ template <class Word>
 SB3_FP16_FUNCTION Pack<Word> read_pack(const Word* p, int64_t count) {
     if (is_whole(p, count)) return *reinterpret_cast<const Pack<Word>*>(p);
     Pack<Word> pack{};
-#pragma unroll
+    SB3_FP16_UNROLL
     for (int i = 0; i < PACK; ++i)
         if (i < count) pack.words[i] = p[i];
     return pack;
@@ -39,7 +39,7 @@ SB3_FP16_FUNCTION void write_pack(Word* p, int64_t count, const Pack<Word>& pack
         *reinterpret_cast<Pack<Word>*>(p) = pack;
         return;
     }
-#pragma unroll
+    SB3_FP16_UNROLL
     for (int i = 0; i < PACK; ++i)
         if (i < count) p[i] = pack.words[i];
 }

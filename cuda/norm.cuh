@@ -25,7 +25,7 @@ __device__ __forceinline__ float network_norm(const Squares* partials, int64_t p
 // The scales' rules; returns whether to skip the step.
 __device__ __forceinline__ bool adapt(const NormSettings& settings, const float* norms) {
     bool skip = false, at_floor = false;
-#pragma unroll
+    SB3_FP16_UNROLL
     for (int k = 0; k < 2; ++k) {
         if (k >= settings.networks) continue;
         const bool overflowed = !(norms[k] - norms[k] == 0.0f);
@@ -38,7 +38,7 @@ __device__ __forceinline__ bool adapt(const NormSettings& settings, const float*
     *good = skip ? 0 : *good + 1;
     const bool grow = *good >= GOOD_STEPS_BEFORE_GROWTH;
     if (grow) *good = 0;
-#pragma unroll
+    SB3_FP16_UNROLL
     for (int k = 0; k < 2; ++k) {
         if (k >= settings.networks) continue;
         const float scale = settings.scales[k];
@@ -55,11 +55,11 @@ __global__ void __launch_bounds__(THREADS) gradient_norm(const __grid_constant__
         return;
     }
     float norms[2] = {}, sum = 0.0f;
-#pragma unroll
+    SB3_FP16_UNROLL
     for (int k = 0; k < 2; ++k)
         if (k < settings.networks) norms[k] = network_norm(settings.partials[k], settings.partial_counts[k], per_warp);
     if (threadIdx.x != 0) return;
-#pragma unroll
+    SB3_FP16_UNROLL
     for (int k = 0; k < 2; ++k)
         if (k < settings.networks) sum += (norms[k] / settings.scales[k]) * (norms[k] / settings.scales[k]);
     const float total = sqrtf(sum), clip = smaller(settings.max_norm / (total + 1e-6f), 1.0f);

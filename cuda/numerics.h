@@ -18,6 +18,12 @@
 #define SB3_FP16_METHOD inline __attribute__((always_inline))
 #endif
 
+#ifdef __CUDA_ARCH__
+#define SB3_FP16_UNROLL _Pragma("unroll")
+#else
+#define SB3_FP16_UNROLL
+#endif
+
 namespace sb3_fp16 {
 namespace {
 

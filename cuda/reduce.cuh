@@ -18,7 +18,7 @@ struct Largest {  // NaN is kept
 // Of LANES neighbouring lanes, in halves: as cpu/lanes.inl adds; right in the first of them.
 template <class Operation>
 __device__ __forceinline__ float over_lanes(float x) {
-#pragma unroll
+    SB3_FP16_UNROLL
     for (int distance = LANES / 2; distance; distance /= 2) x = Operation::of(x, __shfl_down_sync(ALL_LANES, x, distance, LANES));
     return x;
 }
@@ -26,7 +26,7 @@ __device__ __forceinline__ float over_lanes(float x) {
 // Of all threads of a block; every thread receives it. `shared` holds one number per warp.
 template <class Operation>
 __device__ __forceinline__ float over_block(float x, float* shared) {
-#pragma unroll
+    SB3_FP16_UNROLL
     for (int distance = 16; distance; distance /= 2) x = Operation::of(x, __shfl_down_sync(ALL_LANES, x, distance));
     __syncthreads();  // what an earlier reduction left has been read
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
@@ -38,7 +38,7 @@ __device__ __forceinline__ float over_block(float x, float* shared) {
 
 // Integers may be added in any order; every lane of a warp takes part.
 __device__ __forceinline__ void count(unsigned long long* total, int found) {
-#pragma unroll
+    SB3_FP16_UNROLL
     for (int distance = 16; distance; distance /= 2) found += __shfl_down_sync(ALL_LANES, found, distance);
     if (threadIdx.x % 32 == 0 && found) atomicAdd(total, static_cast<unsigned long long>(found));
 }

@@ -265,7 +265,7 @@ public:
         Pack<MWord> m = read_pack(moments, left), w{};
         if (has_own) w = read_pack(roots, left);
         int64_t row = first / slice.columns, column = first - row * slice.columns;
-#pragma unroll
+        SB3_FP16_UNROLL
         for (int i = 0; i < PACK; ++i) {
             if (i >= left) continue;
             const float old = parameters.load(theta.words[i]);
