@@ -113,6 +113,8 @@ private:
 
 PYBIND11_MODULE(SB3_FP16_CUDA_MODULE, m) {
     m.doc() = "Kernels of a PPO update on a CUDA device.";
+    m.attr("SHARP_FORMATS") = std::vector<std::pair<std::string, std::string>>{
+        {"fp16", "fp16"}, {"bf16", "bf16"}, {"fp32", "fp16"}, {"fp32", "bf16"}};
     m.def("device_count", &device_count, "Devices that can be used; 0 without a driver.");
     py::class_<Sharp>(m, "Sharp", "Steps of SHARP over parameters whose memory stays where it is.")
         .def(py::init<const std::string&, const std::string&, const std::vector<py::dict>&>())

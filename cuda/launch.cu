@@ -44,7 +44,7 @@ struct Device {
 
 template <class... Parameters, class... Arguments>
 void run(void (*kernel)(Parameters...), int64_t blocks, int threads, const Where&, const Arguments&... arguments) {
-    if (blocks) simt::launch(simt::dim3(static_cast<unsigned>(blocks)), simt::dim3(static_cast<unsigned>(threads)), 0, [&] { kernel(arguments...); }, simt::seed);
+    if (blocks) simt::launch(dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), 0, [&] { kernel(arguments...); }, simt::seed());
 }
 #endif
 
@@ -116,14 +116,12 @@ void sharp_step(const Where& where, const StepPlan& plan, const SharpSettings& s
     const auto step = [&](auto parameters, auto state) {
         sharp_step<decltype(parameters), decltype(state)>(where, tables, settings, norm);
     };
-    const auto with_state = [&](auto parameters) {
-        if (plan.state == Storage::bf16) return step(parameters, Brain{7});
-        if (plan.state == Storage::fp32) return step(parameters, Single{23});
-        step(parameters, Half{10});
-    };
-    if (plan.parameters == Storage::bf16) return with_state(Brain{7});
-    if (plan.parameters == Storage::fp32) return with_state(Single{23});
-    with_state(Half{10});
+    const auto is = [&](Storage parameters, Storage state) { return plan.parameters == parameters && plan.state == state; };
+    if (is(Storage::fp16, Storage::fp16)) return step(Half{}, Half{});
+    if (is(Storage::bf16, Storage::bf16)) return step(Brain{}, Brain{});
+    if (is(Storage::fp32, Storage::fp16)) return step(Single{}, Half{});
+    if (is(Storage::fp32, Storage::bf16)) return step(Single{}, Brain{});
+    throw std::invalid_argument("no kernel serves these formats");
 }
 
 int device_count() {

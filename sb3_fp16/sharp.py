@@ -2,13 +2,15 @@
 Module C, SHARP (paper Sec. 3.3): Adam with a 16-bit root second moment shared per weight row, and a writeback that
 does not lose small updates. A ``torch.optim.Optimizer`` for any model; it knows nothing of reinforcement learning.
 
-Arithmetic is FP32 on 16-bit state. Parameters of a group are updated together: their elements lie one after another
-in a flat FP32 workspace, those with an elementwise second moment first, so that most operations run once per step and
-not once per parameter.
+Arithmetic is FP32 on 16-bit state. Parameters of a group are updated together: by compiled kernels where the device
+has them (cuda/sharp.cuh), else in torch, where their elements lie one after another in a flat FP32 workspace, those with
+an elementwise second moment first, so that most operations run once per step and not once per parameter.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, cast, overload
 
@@ -16,6 +18,7 @@ import torch as th
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from sb3_fp16.kernels import MODULES
 from sb3_fp16.rounding import (
     FORMATS,
     Format,
@@ -195,7 +198,7 @@ class SHARP(th.optim.Optimizer):
         if key != known:
             for parameter, sharing in zip(group["params"], _one_each(group, "sharing"), strict=True):
                 _check_fits(self.state.get(parameter, {}), parameter, sharing)
-            buckets = [_Bucket(group, positions, first_element) for positions in _split(group, present)]
+            buckets = _buckets(group, present, first_element)
             self._buckets[number] = key, buckets
         return buckets
 
@@ -246,12 +249,13 @@ class SHARP(th.optim.Optimizer):
     def scratch(self) -> int:
         """4-byte numbers that steps need beside the state."""
         buckets = [bucket for _, buckets in self._buckets.values() for bucket in buckets]
-        return max((_SCRATCH * len(bucket.index) for bucket in buckets), default=0)
+        return max((bucket.scratch() for bucket in buckets), default=0)
 
-    def record(self, counts: Tensor) -> None:
-        """Add the counts of one step that ``pop_statistics`` describes."""
-        total = self._statistics.get(counts.device)
-        self._statistics[counts.device] = counts if total is None else total + counts
+    def counts_on(self, device: th.device) -> Tensor:
+        """What ``pop_statistics`` describes, int64, shape (3,); steps add to it where it lies."""
+        if device not in self._statistics:
+            self._statistics[device] = th.zeros(3, dtype=th.int64, device=device)
+        return self._statistics[device]
 
     def pop_statistics(self) -> tuple[int, int, int]:
         """
@@ -260,7 +264,8 @@ class SHARP(th.optim.Optimizer):
         :return: nonzero updates, those of them that changed nothing, values of state or parameters that saturated
         """
         counts = [total.tolist() for total in self._statistics.values()] or [[0, 0, 0]]
-        self._statistics.clear()
+        for total in self._statistics.values():
+            total.zero_()
         nonzero, stuck, saturated = (sum(column) for column in zip(*counts, strict=True))
         return nonzero, stuck, saturated
 
@@ -297,18 +302,26 @@ def root_shape(shape: Sequence[int], sharing: str) -> tuple[int, ...]:
     return (shape[0],) if kind == "row" else (shape[0] + math.prod(shape[1:]),)
 
 
-def _split(group: dict[str, Any], present: Sequence[tuple[int, th.device, th.dtype]]) -> list[list[int]]:
-    """Positions by device and dtype, in portions that keep the FP32 workspace small."""
-    portions: list[list[int]] = []
+def _buckets(
+    group: dict[str, Any], present: Sequence[tuple[int, th.device, th.dtype]], first_element: int
+) -> list["_Bucket"]:
+    """Parameters of a group by device and dtype, for torch in portions that keep the FP32 workspace small."""
+    buckets: list[_Bucket] = []
     for kind in dict.fromkeys((device, dtype) for _, device, dtype in present):
+        positions = [position for position, *other in present if tuple(other) == kind]
+        if _kernels_serve(group, positions, *kind):
+            buckets.append(_KernelBucket(group, positions, first_element))
+            continue
+        portions: list[list[int]] = []
         elements = _MAX_BUCKET_ELEMENTS
-        for position in (position for position, *other in present if tuple(other) == kind):
+        for position in positions:
             elements += group["params"][position].numel()
             if elements > _MAX_BUCKET_ELEMENTS:
                 portions.append([])
                 elements = group["params"][position].numel()
             portions[-1].append(position)
-    return portions
+        buckets += [_TorchBucket(group, portion, first_element) for portion in portions]
+    return buckets
 
 
 class _Member:
@@ -340,9 +353,9 @@ class _Run(NamedTuple):
     elements: slice
 
 
-class _Bucket:
+class _Bucket(ABC):
     """
-    Parameters that one flat update covers: same group, device and dtype, all with a gradient.
+    Parameters that one step covers together: same group, device and dtype, all with a gradient.
 
     Those with an elementwise second moment come first, and parameters with one writeback mode lie together.
 
@@ -354,7 +367,104 @@ class _Bucket:
     def __init__(self, group: dict[str, Any], positions: list[int], first_element: int) -> None:
         starts = list(accumulate((p.numel() for p in group["params"]), initial=first_element))
         members = [_Member(group, position, starts[position]) for position in positions]
-        self.members = members = sorted(members, key=lambda m: (m.is_shared, m.writeback))
+        self.members = sorted(members, key=lambda m: (m.is_shared, m.writeback))
+        self.device: th.device = group["params"][positions[0]].device
+        self.positions = th.tensor([m.position for m in self.members], device=self.device)
+
+    def select(self, coefficient: float | Tensor, first_parameter: int) -> Tensor:
+        """κ of each member, from one number or one per parameter of the optimizer."""
+        coefficient = _on_device(coefficient, self.device)
+        if coefficient.ndim == 0:
+            return coefficient.expand(len(self.members))
+        return coefficient[self.positions + first_parameter]
+
+    def states(self, optimizer: SHARP, group: dict[str, Any]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """The members' parameters and their state."""
+        parameters = [group["params"][m.position] for m in self.members]
+        pairs = zip(parameters, self.members, strict=True)
+        return parameters, [optimizer.state_of(p, group, m.sharing, m.writeback) for p, m in pairs]
+
+    @abstractmethod
+    def step(self, optimizer: SHARP, group: dict[str, Any], coefficient: Tensor, skip: Tensor | None) -> None:
+        """One SHARP step of all members; ``coefficient`` holds κ of each."""
+
+    def scratch(self) -> int:
+        """4-byte numbers that a step needs beside the state."""
+        return 0
+
+
+class _KernelBucket(_Bucket):
+    """By the kernels of cuda/sharp.cuh, on the current stream, without reading the device: it may be captured."""
+
+    def __init__(self, group: dict[str, Any], positions: list[int], first_element: int) -> None:
+        super().__init__(group, positions, first_element)
+        self._plan: tuple[list[int], Any, Tensor] | None = None
+
+    def step(self, optimizer: SHARP, group: dict[str, Any], coefficient: Tensor, skip: Tensor | None) -> None:
+        """See ``_Bucket.step``."""
+        parameters, states = self.states(optimizer, group)
+        gradients = [cast(Tensor, p.grad).contiguous() for p in parameters]
+        plan, workspace = self._plan_of(parameters, states)
+        bias = _bias_corrections(*group["betas"], self.device)
+        kinds = [stored_format(group, x) for x in (parameters[0], states[0]["first_moment"])]
+        coefficient, lr = coefficient.contiguous(), _on_device(group["lr"], self.device)
+        settings = {
+            "coefficients": coefficient.data_ptr(),
+            "lr": lr.data_ptr(),
+            "skip": 0 if skip is None else skip.data_ptr(),
+            "counts": optimizer.counts_on(self.device).data_ptr(),
+            "unbias_first": bias[0].data_ptr(),
+            "unbias_root": bias[1].data_ptr(),
+            "unbias_steps": bias.shape[1],
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "parameter_bits": kinds[0].significand_bits,
+            "state_bits": kinds[1].significand_bits,
+            "seed": group["seed"] & 0xFFFFFFFF,
+        }
+        names = ("state_scale", "eps", "weight_decay", "decoupled_weight_decay", "root_rounding")
+        settings |= {name: group[name] for name in names}
+        is_cuda = self.device.type == "cuda"
+        stream = th.cuda.current_stream(self.device).cuda_stream if is_cuda else 0
+        addresses = [g.data_ptr() for g in gradients]
+        plan.step(self.device.index or 0, stream, workspace.data_ptr(), addresses, settings, None)
+
+    def _plan_of(self, parameters: list[Tensor], states: list[dict[str, Tensor]]) -> tuple[Any, Tensor]:
+        """The members as the kernels take them, made anew when anything has moved, and the workspace."""
+        names = ("first_moment", "root_second_moment", "step", "carry")
+        tensors = [[p, *(s.get(name) for name in names)] for p, s in zip(parameters, states, strict=True)]
+        addresses = [0 if x is None else x.data_ptr() for row in tensors for x in row]
+        if self._plan is None or self._plan[0] != addresses:
+            dtypes = (parameters[0].dtype, states[0]["first_moment"].dtype)
+            entries = [self._entry(i, *addresses[5 * i : 5 * i + 5]) for i in range(len(parameters))]
+            plan = MODULES[self.device.type].Sharp(*(_KERNEL_FORMATS[dtype] for dtype in dtypes), entries)
+            workspace = th.empty(plan.workspace, dtype=th.uint8, device=self.device)
+            self._plan = addresses, plan, workspace
+        return self._plan[1:]
+
+    def _entry(self, i: int, data: int, first: int, root: int, step: int, carry: int) -> dict[str, Any]:
+        member = self.members[i]
+        return {
+            "data": data,
+            "first_moment": first,
+            "root_second_moment": root,
+            "step": step,
+            "carry": carry,
+            "rows": member.rows,
+            "columns": member.columns,
+            "first_element": member.start & 0xFFFFFFFF,
+            "coefficient": i,
+            "sharing": member.sharing,
+            "writeback": member.writeback if carry or member.writeback not in CARRIED else "nearest",
+        }
+
+
+class _TorchBucket(_Bucket):
+    """In torch, on any device; the definition of what kernels compute."""
+
+    def __init__(self, group: dict[str, Any], positions: list[int], first_element: int) -> None:
+        super().__init__(group, positions, first_element)
+        members = self.members
         end = root_end = 0
         for member in members:
             member.elements = slice(end, end := end + member.size)
@@ -366,28 +476,19 @@ class _Bucket:
             run = list(numbers)
             elements = slice(members[run[0]].elements.start, members[run[-1]].elements.stop)
             self.runs.append(_Run(writeback, slice(run[0], run[-1] + 1), elements))
-
-        device = group["params"][positions[0]].device
-        self.positions = th.tensor([m.position for m in members], device=device)
+        device = self.device
         self.sizes = th.tensor([m.size for m in members], device=device)
         self.root_sizes = th.tensor([m.root_size for m in members], device=device)
         self.index = th.cat([th.arange(m.start, m.start + m.size) for m in members]).to(device, th.int32)
         self.root_index = th.cat([th.arange(m.start, m.start + m.root_size) for m in members]).to(device, th.int32)
 
-    def select(self, coefficient: float | Tensor, first_parameter: int) -> Tensor:
-        """κ of each member, from one number or one per parameter of the optimizer."""
-        coefficient = th.as_tensor(coefficient, dtype=th.float32, device=self.positions.device)
-        if coefficient.ndim == 0:
-            return coefficient.expand(len(self.members))
-        return coefficient[self.positions + first_parameter]
+    def scratch(self) -> int:
+        """See ``_Bucket.scratch``."""
+        return _SCRATCH * len(self.index)
 
     def step(self, optimizer: SHARP, group: dict[str, Any], coefficient: Tensor, skip: Tensor | None) -> None:
-        """One SHARP step of all members; ``coefficient`` holds κ of each."""
-        parameters = [group["params"][m.position] for m in self.members]
-        states = [
-            optimizer.state_of(parameter, group, member.sharing, member.writeback)
-            for parameter, member in zip(parameters, self.members, strict=True)
-        ]
+        """See ``_Bucket.step``."""
+        parameters, states = self.states(optimizer, group)
         steps, moments, roots = ([s[name] for s in states] for name in ("step", "first_moment", "root_second_moment"))
         old, old_m, old_w, old_t = _flatten(parameters), _flatten(moments), _flatten(roots), th.stack(steps)
         (beta1, beta2), lr, scale, decay = group["betas"], group["lr"], group["state_scale"], group["weight_decay"]
@@ -418,7 +519,7 @@ class _Bucket:
             [(x.abs() > kind.max).sum() for x, kind in zip((theta - update, m, w), kinds, strict=True)]
         )
         counts = th.stack([moved.sum(), (moved & (new == old)).sum(), overflows.sum()])
-        optimizer.record(counts if skip is None else counts * ~skip)
+        optimizer.counts_on(counts.device).add_(counts if skip is None else counts * ~skip)
 
     def _root_mean_squares(self, g: Tensor) -> Tensor:
         """RMS of the gradient over the elements that share a second moment, in the order of w."""
@@ -483,6 +584,41 @@ class _Bucket:
     def _spread_roots(self, per_member: Tensor) -> Tensor:
         """One number per member to one per element of w."""
         return per_member.repeat_interleave(self.root_sizes, output_size=len(self.root_index))
+
+
+_KERNEL_FORMATS = {th.float16: "fp16", th.bfloat16: "bf16", th.float32: "fp32"}
+_MOST_CORRECTIONS = 1 << 22
+
+
+def _kernels_serve(group: dict[str, Any], positions: list[int], device: th.device, dtype: th.dtype) -> bool:
+    """Whether the device has compiled kernels for these parameters."""
+    state = group["state_dtype"] or (dtype if dtype.itemsize == 2 else th.float16)
+    module = MODULES.get(device.type)
+    return (
+        module is not None
+        and (_KERNEL_FORMATS[dtype], _KERNEL_FORMATS[state]) in module.SHARP_FORMATS
+        and _corrected_steps(group["betas"]) <= _MOST_CORRECTIONS
+        and all(group["params"][position].is_contiguous() for position in positions)
+    )
+
+
+def _corrected_steps(betas: tuple[float, float]) -> float:
+    """Steps after which 1 − β^t is 1 in FP32."""
+    return max(1.0 if beta == 0 else math.ceil(-25 * math.log(2) / math.log(beta)) for beta in betas)
+
+
+@cache
+def _bias_corrections(beta1: float, beta2: float, device: th.device) -> Tensor:
+    """1/(1 − β₁^t) and 1/sqrt(1 − β₂^t) for t = 1, 2, ..., shape (2, steps): kernels compute nothing in FP64."""
+    t = th.arange(1, int(_corrected_steps((beta1, beta2))) + 1, dtype=th.float64)
+    return th.stack([1 / (1 - beta1**t), (1 - beta2**t).rsqrt()]).float().to(device)
+
+
+def _on_device(value: float | Tensor, device: th.device) -> Tensor:
+    """A number in FP32; made on the device, as copying one there would wait for it."""
+    if isinstance(value, Tensor):
+        return value.to(device, th.float32)
+    return th.full((), value, dtype=th.float32, device=device)
 
 
 def _thresholds(mode: str, index: Tensor, t: Tensor, sizes: Tensor, salt: int, seed: int) -> Tensor:

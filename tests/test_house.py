@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "sb3_fp16"
 
 # Each room may import from the rows above it, and `engines` inside itself.
 ROWS = (
-    {"rounding"},
+    {"rounding", "kernels"},
     {"precision"},
     {"scalars", "residuals", "sharp"},
     {"buffers", "layers", "distributions"},
