@@ -73,11 +73,11 @@ NormSettings norm_of(const py::dict& dict) {
 
 Where where_of(int device, uintptr_t stream) { return {device, reinterpret_cast<void*>(stream)}; }
 
-// Steps of SHARP over parameters whose memory stays where it is; gradients may move.
-class Sharp {
+// Steps of SHARP, or of Adam where moments are FP32, over parameters whose memory stays where it is; gradients may move.
+class Optimizer {
 public:
     // `parameters`: those of one network after another.
-    Sharp(const std::string& parameter_format, const std::string& state_format, const std::vector<py::dict>& parameters) {
+    Optimizer(const std::string& parameter_format, const std::string& state_format, const std::vector<py::dict>& parameters) {
         plan.parameters = storage_of(parameter_format), plan.state = storage_of(state_format);
         for (const py::dict& entry : parameters) plan.slices.push_back(slice_of(entry));
         bytes = plan.lay_out(nullptr);
@@ -92,10 +92,10 @@ public:
         plan.lay_out(reinterpret_cast<char*>(workspace));
         for (size_t i = 0; i < gradients.size(); ++i) plan.slices[i].gradient = reinterpret_cast<const void*>(gradients[i]);
         const Where where = where_of(device, stream);
-        if (norm.is_none()) return sharp_step(where, plan, settings_of(settings), nullptr);
+        if (norm.is_none()) return optimizer_step(where, plan, settings_of(settings), nullptr);
         NormSettings with_norm = norm_of(norm.cast<py::dict>());
         plan.find_partials(with_norm);
-        sharp_step(where, plan, settings_of(settings), &with_norm);
+        optimizer_step(where, plan, settings_of(settings), &with_norm);
     }
 
 private:
@@ -113,11 +113,11 @@ private:
 
 PYBIND11_MODULE(SB3_FP16_CUDA_MODULE, m) {
     m.doc() = "Kernels of a PPO update on a CUDA device.";
-    m.attr("SHARP_FORMATS") = std::vector<std::pair<std::string, std::string>>{
+    m.attr("OPTIMIZER_FORMATS") = std::vector<std::pair<std::string, std::string>>{
         {"fp16", "fp16"}, {"bf16", "bf16"}, {"fp32", "fp16"}, {"fp32", "bf16"}};
     m.def("device_count", &device_count, "Devices that can be used; 0 without a driver.");
-    py::class_<Sharp>(m, "Sharp", "Steps of SHARP over parameters whose memory stays where it is.")
+    py::class_<Optimizer>(m, "Optimizer", "Steps of SHARP, or of Adam where moments are FP32.")
         .def(py::init<const std::string&, const std::string&, const std::vector<py::dict>&>())
-        .def_property_readonly("workspace", &Sharp::workspace, "Bytes that a step needs.")
-        .def("step", &Sharp::step, "Enqueue one step on a stream.");
+        .def_property_readonly("workspace", &Optimizer::workspace, "Bytes that a step needs.")
+        .def("step", &Optimizer::step, "Enqueue one step on a stream.");
 }

@@ -5,6 +5,7 @@
 #include <string>
 #include <type_traits>
 
+#include "adam.cuh"
 #include "norm.cuh"
 #include "sharp.cuh"
 
@@ -48,13 +49,25 @@ void run(void (*kernel)(Parameters...), int64_t blocks, int threads, const Where
 }
 #endif
 
+int64_t over(const Table& table, int64_t (*blocks)(const Slice&)) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < table.count; ++i) sum += blocks(table.slices[i]);
+    return sum;
+}
+
+void adam_step(const Where& where, const std::vector<Table>& tables, const SharpSettings& settings, const NormSettings* norm) {
+    if (norm) {
+        for (const Table& table : tables) run(square_sums<Single>, over(table, square_blocks), THREADS, where, table, settings, false);
+        run(gradient_norm, 1, THREADS, where, *norm);
+    }
+    for (const Table& table : tables) {
+        run(begin_step, 1, 32, where, table, settings.skip);
+        run(adam_elements, over(table, element_blocks), THREADS, where, table, settings);
+    }
+}
+
 template <class P, class M>
 void sharp_step(const Where& where, const std::vector<Table>& tables, const SharpSettings& settings, const NormSettings* norm) {
-    const auto over = [](const Table& table, int64_t (*blocks)(const Slice&)) {
-        int64_t sum = 0;
-        for (int64_t i = 0; i < table.count; ++i) sum += blocks(table.slices[i]);
-        return sum;
-    };
     for (const Table& table : tables) run(square_sums<P>, over(table, square_blocks), THREADS, where, table, settings, false);
     if (norm) run(gradient_norm, 1, THREADS, where, *norm);
     if (settings.weight_decay != 0.0f && !settings.decoupled_weight_decay)  // second moments are of g with its penalty
@@ -110,7 +123,7 @@ std::vector<Table> StepPlan::tables() const {
     return result;
 }
 
-void sharp_step(const Where& where, const StepPlan& plan, const SharpSettings& settings, const NormSettings* norm) {
+void optimizer_step(const Where& where, const StepPlan& plan, const SharpSettings& settings, const NormSettings* norm) {
     const Device device(where.device);
     const std::vector<Table> tables = plan.tables();
     const auto step = [&](auto parameters, auto state) {
@@ -121,6 +134,7 @@ void sharp_step(const Where& where, const StepPlan& plan, const SharpSettings& s
     if (is(Storage::bf16, Storage::bf16)) return step(Brain{}, Brain{});
     if (is(Storage::fp32, Storage::fp16)) return step(Single{}, Half{});
     if (is(Storage::fp32, Storage::bf16)) return step(Single{}, Brain{});
+    if (is(Storage::fp32, Storage::fp32)) return adam_step(where, tables, settings, norm);
     throw std::invalid_argument("no kernel serves these formats");
 }
 

@@ -16,7 +16,7 @@ struct Where {
 
 // An optimizer step over any number of parameters: their slices in tables, and the workspace's layout.
 struct StepPlan {
-    Storage parameters, state;  // formats; `state` is SHARP's moments'
+    Storage parameters, state;  // formats; of moments in FP32 the optimizer is Adam
     std::vector<Slice> slices;  // those of one network after another
 
     // Bytes of workspace that the slices need; with a base address they are told where theirs is.
@@ -26,8 +26,8 @@ struct StepPlan {
     void find_partials(NormSettings& norm) const;
 };
 
-// One SHARP step; `norm` is null where κ is given.
-void sharp_step(const Where& where, const StepPlan& plan, const SharpSettings& settings, const NormSettings* norm);
+// One step of SHARP, or of Adam where that is what the plan is for; `norm` is null where κ is given.
+void optimizer_step(const Where& where, const StepPlan& plan, const SharpSettings& settings, const NormSettings* norm);
 
 int device_count();
 

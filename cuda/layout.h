@@ -38,7 +38,7 @@ struct Table {
     Slice slices[MOST_SLICES];
 };
 
-// Settings that a graph keeps, and where the rest lies on the device.
+// Settings of SHARP or Adam that a graph keeps, and where the rest lies on the device.
 struct SharpSettings {
     const float *coefficients, *lr;
     const bool* skip;  // null: never
@@ -51,13 +51,6 @@ struct SharpSettings {
     Rounding root_rounding;
     uint32_t seed;
     int parameter_bits, state_bits;  // significands
-};
-
-struct AdamSettings {
-    const float *coefficients, *lr, *unbias_first, *unbias_root;
-    const bool* skip;
-    int64_t unbias_steps;
-    float beta1, beta2, eps, weight_decay;
 };
 
 // Module A's state and limits for the gradient norm of one or two networks.

@@ -3,14 +3,13 @@ Module C, SHARP (paper Sec. 3.3): Adam with a 16-bit root second moment shared p
 does not lose small updates. A ``torch.optim.Optimizer`` for any model; it knows nothing of reinforcement learning.
 
 Arithmetic is FP32 on 16-bit state. Parameters of a group are updated together: by compiled kernels where the device
-has them (cuda/sharp.cuh), else in torch, where their elements lie one after another in a flat FP32 workspace, those with
-an elementwise second moment first, so that most operations run once per step and not once per parameter.
+has them (cuda/sharp.cuh), else in torch: there their elements lie one after another in a flat FP32 workspace, those
+with an elementwise second moment first, so that most operations run once per step and not once per parameter.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, cast, overload
 
@@ -18,7 +17,7 @@ import torch as th
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from sb3_fp16.kernels import MODULES
+from sb3_fp16.kernels import KernelParameter, OptimizerKernels, kernels_serve, scalar_on
 from sb3_fp16.rounding import (
     FORMATS,
     Format,
@@ -309,7 +308,9 @@ def _buckets(
     buckets: list[_Bucket] = []
     for kind in dict.fromkeys((device, dtype) for _, device, dtype in present):
         positions = [position for position, *other in present if tuple(other) == kind]
-        if _kernels_serve(group, positions, *kind):
+        state_dtype = group["state_dtype"] or (kind[1] if kind[1].itemsize == 2 else th.float16)
+        contiguous = all(group["params"][position].is_contiguous() for position in positions)
+        if contiguous and kernels_serve(*kind, state_dtype, group["betas"]):
             buckets.append(_KernelBucket(group, positions, first_element))
             continue
         portions: list[list[int]] = []
@@ -373,7 +374,7 @@ class _Bucket(ABC):
 
     def select(self, coefficient: float | Tensor, first_parameter: int) -> Tensor:
         """κ of each member, from one number or one per parameter of the optimizer."""
-        coefficient = _on_device(coefficient, self.device)
+        coefficient = scalar_on(self.device, coefficient)
         if coefficient.ndim == 0:
             return coefficient.expand(len(self.members))
         return coefficient[self.positions + first_parameter]
@@ -394,69 +395,63 @@ class _Bucket(ABC):
 
 
 class _KernelBucket(_Bucket):
-    """By the kernels of cuda/sharp.cuh, on the current stream, without reading the device: it may be captured."""
+    """By the kernels of cuda/sharp.cuh: a few launches for all members, nothing read from the device."""
 
     def __init__(self, group: dict[str, Any], positions: list[int], first_element: int) -> None:
         super().__init__(group, positions, first_element)
-        self._plan: tuple[list[int], Any, Tensor] | None = None
+        self.kernels = OptimizerKernels(self.device)
 
     def step(self, optimizer: SHARP, group: dict[str, Any], coefficient: Tensor, skip: Tensor | None) -> None:
         """See ``_Bucket.step``."""
         parameters, states = self.states(optimizer, group)
-        gradients = [cast(Tensor, p.grad).contiguous() for p in parameters]
-        plan, workspace = self._plan_of(parameters, states)
-        bias = _bias_corrections(*group["betas"], self.device)
-        kinds = [stored_format(group, x) for x in (parameters[0], states[0]["first_moment"])]
-        coefficient, lr = coefficient.contiguous(), _on_device(group["lr"], self.device)
-        settings = {
-            "coefficients": coefficient.data_ptr(),
-            "lr": lr.data_ptr(),
-            "skip": 0 if skip is None else skip.data_ptr(),
-            "counts": optimizer.counts_on(self.device).data_ptr(),
-            "unbias_first": bias[0].data_ptr(),
-            "unbias_root": bias[1].data_ptr(),
-            "unbias_steps": bias.shape[1],
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
-            "parameter_bits": kinds[0].significand_bits,
-            "state_bits": kinds[1].significand_bits,
-            "seed": group["seed"] & 0xFFFFFFFF,
-        }
-        names = ("state_scale", "eps", "weight_decay", "decoupled_weight_decay", "root_rounding")
-        settings |= {name: group[name] for name in names}
-        is_cuda = self.device.type == "cuda"
-        stream = th.cuda.current_stream(self.device).cuda_stream if is_cuda else 0
-        addresses = [g.data_ptr() for g in gradients]
-        plan.step(self.device.index or 0, stream, workspace.data_ptr(), addresses, settings, None)
+        members = [
+            kernel_parameter(parameter, cast(Tensor, parameter.grad).contiguous(), state, member, coefficient=i)
+            for i, (parameter, state, member) in enumerate(zip(parameters, states, self.members, strict=True))
+        ]
+        settings, lr = kernel_settings(group, parameters[0], states[0]), scalar_on(self.device, group["lr"])
+        counts = optimizer.counts_on(self.device)
+        self.kernels.step(members, settings, lr, coefficient.contiguous(), skip, counts)
 
-    def _plan_of(self, parameters: list[Tensor], states: list[dict[str, Tensor]]) -> tuple[Any, Tensor]:
-        """The members as the kernels take them, made anew when anything has moved, and the workspace."""
-        names = ("first_moment", "root_second_moment", "step", "carry")
-        tensors = [[p, *(s.get(name) for name in names)] for p, s in zip(parameters, states, strict=True)]
-        addresses = [0 if x is None else x.data_ptr() for row in tensors for x in row]
-        if self._plan is None or self._plan[0] != addresses:
-            dtypes = (parameters[0].dtype, states[0]["first_moment"].dtype)
-            entries = [self._entry(i, *addresses[5 * i : 5 * i + 5]) for i in range(len(parameters))]
-            plan = MODULES[self.device.type].Sharp(*(_KERNEL_FORMATS[dtype] for dtype in dtypes), entries)
-            workspace = th.empty(plan.workspace, dtype=th.uint8, device=self.device)
-            self._plan = addresses, plan, workspace
-        return self._plan[1:]
 
-    def _entry(self, i: int, data: int, first: int, root: int, step: int, carry: int) -> dict[str, Any]:
-        member = self.members[i]
-        return {
-            "data": data,
-            "first_moment": first,
-            "root_second_moment": root,
-            "step": step,
-            "carry": carry,
-            "rows": member.rows,
-            "columns": member.columns,
-            "first_element": member.start & 0xFFFFFFFF,
-            "coefficient": i,
-            "sharing": member.sharing,
-            "writeback": member.writeback if carry or member.writeback not in CARRIED else "nearest",
-        }
+def kernel_parameter(
+    parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], member: "_Member", coefficient: int
+) -> KernelParameter:
+    """
+    A parameter as kernels take it.
+
+    :param parameter: of the optimizer
+    :param gradient: contiguous
+    :param state: the parameter's
+    :param member: its shape and modes
+    :param coefficient: which κ is its own
+    """
+    carry = state.get("carry") if parameter.dtype.itemsize == 2 and member.writeback in CARRIED else None
+    return KernelParameter(
+        data=parameter.data,
+        gradient=gradient,
+        first_moment=state["first_moment"],
+        second_moment=state["root_second_moment"],
+        step=state["step"],
+        carry=carry,
+        rows=member.rows,
+        columns=member.columns,
+        first_element=member.start,
+        coefficient=coefficient,
+        sharing=member.sharing,
+        writeback=member.writeback if carry is not None or member.writeback not in CARRIED else "nearest",
+    )
+
+
+def kernel_settings(group: Mapping[str, Any], parameter: Tensor, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """
+    A group's settings as kernels take them.
+
+    :param group: of parameters
+    :param parameter: one of them
+    :param state: that parameter's
+    """
+    kinds = [stored_format(group, x).significand_bits for x in (parameter, state["first_moment"])]
+    return {**group, "parameter_bits": kinds[0], "state_bits": kinds[1]}
 
 
 class _TorchBucket(_Bucket):
@@ -495,7 +490,7 @@ class _TorchBucket(_Bucket):
 
         t = old_t + 1
         theta = old.float()
-        g = _flatten([p.grad for p in parameters]).float() * self._spread(coefficient)
+        g = _flatten([cast(Tensor, p.grad) for p in parameters]).float() * self._spread(coefficient)
         if decay and not group["decoupled_weight_decay"]:
             g = g + decay * theta
         m = beta1 * old_m.float() + (1 - beta1) * scale * g
@@ -584,41 +579,6 @@ class _TorchBucket(_Bucket):
     def _spread_roots(self, per_member: Tensor) -> Tensor:
         """One number per member to one per element of w."""
         return per_member.repeat_interleave(self.root_sizes, output_size=len(self.root_index))
-
-
-_KERNEL_FORMATS = {th.float16: "fp16", th.bfloat16: "bf16", th.float32: "fp32"}
-_MOST_CORRECTIONS = 1 << 22
-
-
-def _kernels_serve(group: dict[str, Any], positions: list[int], device: th.device, dtype: th.dtype) -> bool:
-    """Whether the device has compiled kernels for these parameters."""
-    state = group["state_dtype"] or (dtype if dtype.itemsize == 2 else th.float16)
-    module = MODULES.get(device.type)
-    return (
-        module is not None
-        and (_KERNEL_FORMATS[dtype], _KERNEL_FORMATS[state]) in module.SHARP_FORMATS
-        and _corrected_steps(group["betas"]) <= _MOST_CORRECTIONS
-        and all(group["params"][position].is_contiguous() for position in positions)
-    )
-
-
-def _corrected_steps(betas: tuple[float, float]) -> float:
-    """Steps after which 1 − β^t is 1 in FP32."""
-    return max(1.0 if beta == 0 else math.ceil(-25 * math.log(2) / math.log(beta)) for beta in betas)
-
-
-@cache
-def _bias_corrections(beta1: float, beta2: float, device: th.device) -> Tensor:
-    """1/(1 − β₁^t) and 1/sqrt(1 − β₂^t) for t = 1, 2, ..., shape (2, steps): kernels compute nothing in FP64."""
-    t = th.arange(1, int(_corrected_steps((beta1, beta2))) + 1, dtype=th.float64)
-    return th.stack([1 / (1 - beta1**t), (1 - beta2**t).rsqrt()]).float().to(device)
-
-
-def _on_device(value: float | Tensor, device: th.device) -> Tensor:
-    """A number in FP32; made on the device, as copying one there would wait for it."""
-    if isinstance(value, Tensor):
-        return value.to(device, th.float32)
-    return th.full((), value, dtype=th.float32, device=device)
 
 
 def _thresholds(mode: str, index: Tensor, t: Tensor, sizes: Tensor, salt: int, seed: int) -> Tensor:
