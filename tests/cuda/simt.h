@@ -11,8 +11,8 @@
 //
 // All thread_local variables of the program or shared library that includes this file count as shared memory: it must
 // have no other ones, and must not link the C and C++ libraries statically. Libraries for one process are compiled with
-// -fvisibility=hidden, lest their kernels of the same name share variables. One launch runs at a time. A kernel in which
-// a thread loops until another one has written never ends.
+// -fvisibility=hidden, lest their kernels of one name share variables. One launch runs at a time. A kernel in which a
+// thread loops until another one has written never ends.
 #pragma once
 
 #ifdef __CUDACC__
