@@ -28,7 +28,6 @@ USAGE = f"""usage: python -m sb3_fp16.zoo enable | disable | status
        python -m sb3_fp16.zoo {" | ".join(COMMANDS)} ..."""
 # What runs when Python starts, in the folder of installed packages, and the environment variable that switches it off.
 HOOK, SWITCH = "sb3_fp16_zoo.pth", "SB3_FP16_ZOO"
-_EXTENDED: set[type] = set()
 
 
 def _offer_algorithms(utils: ModuleType) -> None:
@@ -45,9 +44,6 @@ def _offer_samplers(hyperparams_opt: ModuleType) -> None:
 def _offer_hyperparams(exp_manager: ModuleType) -> None:
     """Without ``-conf`` RL Zoo reads {algorithm}.yml in a folder of its own; those of our algorithms are in ours."""
     manager = exp_manager.ExperimentManager
-    if manager in _EXTENDED:
-        return
-    _EXTENDED.add(manager)
     construct = manager.__init__
     signature = inspect.signature(construct)
 
