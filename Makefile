@@ -15,7 +15,7 @@ demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 sanitize: $(READY)
 	BIN=$(BIN) .ci/sanitize $(NATIVE_TESTS)

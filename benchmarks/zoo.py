@@ -34,7 +34,9 @@ class Command(NamedTuple):
 TRAIN = "rl_zoo3 train --algo ppo_fp16 --env"
 FIRST, AGENT = "logs/ppo_fp16/HalfCheetah-v5_1", "logs/ppo_fp16/HalfCheetah-v5_1/HalfCheetah-v5.zip"
 ENJOY = "rl_zoo3 enjoy --algo ppo_fp16 --env HalfCheetah-v5 -f logs --exp-id 1 --no-render -n 1000"
-# In this order: later ones use what the first leaves.
+TUNED = f"{TRAIN} Hopper-v5 -n 1024 -conf sb3_fp16.hyperparams.tuned"
+SEARCH = f"{TRAIN} CartPole-v1 -n 4096 --storage study.log --study-name cartpole"
+# In this order: later ones use what earlier ones leave.
 COMMANDS = {
     "train": Command(
         f"{TRAIN} HalfCheetah-v5 -n 8192 -P -tb tb --eval-freq 4096 --save-freq 4096 --seed 1",
@@ -48,28 +50,33 @@ COMMANDS = {
     "another file": Command(
         f"{TRAIN} HalfCheetah-v5 -n 2048 -conf sb3_fp16.hyperparams.amp_fp16", r"'precision', 'amp-fp16'"
     ),
-    "RL Zoo's tuned values": Command(
-        f"{TRAIN} HalfCheetah-v5 -n 1024 -conf sb3_fp16.hyperparams.tuned", r"(?s)'n_steps', 512.*Normaliz"
+    "RL Zoo's tuned values": Command(TUNED, r"(?s)'n_steps', 512.*Normaliz"),
+    "resume with normalization": Command(
+        f"{TUNED} -i logs/ppo_fp16/Hopper-v5_1/Hopper-v5.zip", r"(?s)Loading saved VecNormalize stats.*Saving to"
     ),
     "processes": Command(f"{TRAIN} Swimmer-v5 -n 4096 --vec-env subproc -params n_envs:2", r"Using 2 environments"),
     "optimize": Command(
-        f"{TRAIN} CartPole-v1 -n 4096 -optimize --n-trials 3 --n-startup-trials 1 --n-evaluations 2 --no-optim-plots",
+        f"{SEARCH} -optimize --n-trials 3 --n-jobs 2 --n-startup-trials 1 --n-evaluations 2 --no-optim-plots",
         r"(?s)Best trial:.*batch_size_pow.*Writing report",
+        ("study.log",),
     ),
+    "what was found": Command(f"{SEARCH} --trial-id 1", r"(?s)Loading from Optuna study.*Saving to"),
     "enjoy": Command(ENJOY, r"Mean reward: -?\d"),
     "enjoy the best": Command(f"{ENJOY} --load-best", r"(?s)best_model.zip.*Mean reward: -?\d"),
     "enjoy a checkpoint": Command(f"{ENJOY} --load-checkpoint 4096", r"(?s)rl_model_4096_steps.*Mean reward: -?\d"),
-    "plot training": Command("rl_zoo3 plot_train -a ppo_fp16 -e HalfCheetah-v5 -f logs -w 2", r"^(?!.*No data)"),
+    "plot training": Command(
+        "rl_zoo3 plot_train -a ppo_fp16 -e HalfCheetah-v5 -f logs -w 2", r"(?s)\A(?!.*(No data|No artists))"
+    ),
     "plot evaluations": Command(
         "rl_zoo3 all_plots -a ppo_fp16 -e HalfCheetah-v5 -f logs --no-display -o results",
         r"\|HalfCheetah-v5\| *-?\d",
         ("results.pkl",),
     ),
     "a module": Command(
-        "python -m rl_zoo3.train --algo ppo_fp16 --env CartPole-v1 -n 256", r"logs/ppo_fp16/CartPole-v1_"
+        "python -m rl_zoo3.train --algo ppo_fp16 --env CartPole-v1 -n 256", r"Saving to logs/ppo_fp16/CartPole-v1_"
     ),
     "the wrapper": Command(
-        "python -m sb3_fp16.zoo train --algo ppo_fp16 --env CartPole-v1 -n 256", r"logs/ppo_fp16/CartPole-v1_"
+        "python -m sb3_fp16.zoo train --algo ppo_fp16 --env CartPole-v1 -n 256", r"Saving to logs/ppo_fp16/CartPole-v1_"
     ),
 }
 

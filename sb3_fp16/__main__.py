@@ -12,7 +12,7 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_fp16 import PPOFP16, __version__, zoo
-from sb3_fp16.engines.native_plan import BUILT
+from sb3_fp16.engines.native_plan import BUILT, MISSING
 
 PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "gymnasium", "torch", "numpy")
 
@@ -38,7 +38,7 @@ def engines() -> list[str]:
 
         native = f"available, {_cpu.best()}, {th.get_num_threads()} threads for wide networks"
     else:
-        native = "missing: install a C++17 compiler and reinstall with SB3_FP16_CPU=1, which shows why a build fails"
+        native = f"missing: {MISSING}"
     cuda = th.cuda.get_device_name() if th.cuda.is_available() else "none that torch can use"
     return [
         "eager engine        available",

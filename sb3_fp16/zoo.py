@@ -14,7 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from importlib import import_module, metadata, resources
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -45,8 +45,6 @@ def _offer_hyperparams(exp_manager: ModuleType) -> None:
     """Without ``-conf`` RL Zoo reads {algorithm}.yml in a folder of its own; those of our algorithms are in ours."""
     manager = exp_manager.ExperimentManager
     construct = manager.__init__
-    if hasattr(construct, "__wrapped__"):  # extended before
-        return
     signature = inspect.signature(construct)
 
     @functools.wraps(construct)
@@ -54,10 +52,26 @@ def _offer_hyperparams(exp_manager: ModuleType) -> None:
         call = signature.bind(*args, **kwargs)
         algorithm = call.arguments["algo"]
         if algorithm in ALGORITHMS and not call.arguments.get("config"):
-            call.arguments["config"] = str(resources.files("sb3_fp16.hyperparams") / f"{algorithm}.yml")
+            call.arguments["config"] = str(hyperparams_folder() / f"{algorithm}.yml")
         construct(*call.args, **call.kwargs)
 
     manager.__init__ = extended
+
+
+def hyperparams_folder() -> Path:
+    """
+    Where ``sb3_fp16.hyperparams`` lies.
+
+    A source tree keeps it beside the package, where Python would not look for it when the tree is the current folder.
+    """
+    name, beside = "sb3_fp16.hyperparams", Path(__file__).parents[1] / "hyperparams"
+    if name not in sys.modules and find_spec(name) is None:
+        spec = spec_from_file_location(name, beside / "__init__.py", submodule_search_locations=[str(beside)])
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return Path(str(import_module(name).FOLDER))
 
 
 EXTENSIONS: dict[str, Callable[[ModuleType], None]] = {
@@ -72,8 +86,15 @@ def extend(module: ModuleType) -> None:
     Add our algorithms to a module of RL Zoo; again does no harm.
 
     :param module: one that EXTENSIONS names
+    :raises Exception: if it is not as we know it; ``--algo`` offers none of our algorithms then
     """
-    EXTENSIONS[module.__name__](module)
+    try:
+        hyperparams_folder()  # also for ``-conf sb3_fp16.hyperparams.paper``
+        EXTENSIONS[module.__name__](module)
+    except Exception:
+        for name in ALGORITHMS:
+            getattr(sys.modules.get("rl_zoo3.utils"), "ALGOS", {}).pop(name, None)
+        raise
 
 
 def register() -> None:
@@ -90,12 +111,15 @@ def _home() -> tuple[Path, metadata.Distribution]:
     """
     The folder that sb3_fp16 is installed in, read by Python at its start, and the record of that installation.
 
-    :raises FileNotFoundError: if there is none, and sb3_fp16 was only found in the current folder
+    :raises FileNotFoundError: if there is none
     """
-    for folder in (sysconfig.get_path("purelib"), site.getusersitepackages()):
+    for folder in (sysconfig.get_path("purelib"), site.getusersitepackages(), *site.getsitepackages()):
         for distribution in metadata.distributions(name="sb3_fp16", path=[folder]):
             return Path(folder), distribution
-    raise FileNotFoundError(f"sb3_fp16 is not installed for {sys.executable}: pip install it first.")
+    raise FileNotFoundError(
+        f"{Path(__file__).parent} is not installed where {sys.executable} looks for .pth files at its start. "
+        "pip install it there, or do without: python -m sb3_fp16.zoo train ..."
+    )
 
 
 def enable() -> str:
@@ -108,10 +132,10 @@ def enable() -> str:
     :raises OSError: if sb3_fp16 is not installed, or its folder cannot be written
     """
     folder, distribution = _home()
-    (folder / HOOK).write_bytes((resources.files("_sb3_fp16_zoo") / HOOK).read_bytes())
     files = distribution.files or []
-    if HOOK not in map(str, files):
-        record = next(file for file in files if file.name == "RECORD")
+    record = next((file for file in files if file.name == "RECORD"), None)
+    (folder / HOOK).write_bytes((resources.files("_sb3_fp16_zoo") / HOOK).read_bytes())
+    if record is not None and HOOK not in map(str, files):
         with open(record.locate(), "a", encoding="utf-8") as listing:
             listing.write(f"{HOOK},,\n")
     return f"enabled, by {folder / HOOK}"
@@ -129,17 +153,35 @@ def disable() -> str:
     return "disabled; `python -m sb3_fp16.zoo train ...` works without"
 
 
+_ABSENT = 3
+# What a new process knows, as the registration happens only when one starts.
+_PROBE = f"""
+import sys
+if "_sb3_fp16_zoo" not in sys.modules: sys.exit({_ABSENT})
+from rl_zoo3 import exp_manager, hyperparams_opt, utils
+tables = utils.ALGOS, hyperparams_opt.HYPERPARAMS_SAMPLER, hyperparams_opt.HYPERPARAMS_CONVERTER
+sys.exit(not all(name in table for table in tables for name in {tuple(ALGORITHMS)}))
+"""
+
+
 def status() -> str:
-    """Whether this Python's ``rl_zoo3`` knows our algorithms, and what to do where it does not."""
-    if find_spec("rl_zoo3") is None:
+    """Whether this Python's ``rl_zoo3`` knows our algorithms, tried in a new process, and what to do if it does not."""
+    if not is_installed():
         return 'RL Zoo is not installed; the extra of sb3_fp16 brings it: pip install ".[zoo]"'
     if os.environ.get(SWITCH) == "0":
         return f"switched off by {SWITCH}=0"
-    # A new process, as the registration happens only when one starts.
-    code = "import sys; sys.exit('_sb3_fp16_zoo' not in sys.modules)"
-    if subprocess.run([sys.executable, "-c", code], check=False).returncode:
+    done = subprocess.run([sys.executable, "-c", _PROBE], check=False, capture_output=True, text=True)
+    if done.returncode == _ABSENT:
         return "not enabled: python -m sb3_fp16.zoo enable"
+    if done.returncode:
+        return f"enabled, but it fails: {(done.stderr.splitlines() or ['unknown'])[-1]}"
     return f"enabled: rl_zoo3 train --algo {' | '.join(ALGORITHMS)}"
+
+
+def is_installed() -> bool:
+    """Whether there is an RL Zoo, and no mere folder of that name."""
+    spec = find_spec("rl_zoo3")
+    return spec is not None and spec.origin is not None
 
 
 def main() -> int:
@@ -154,8 +196,12 @@ def main() -> int:
             return 1
         return 0
     if command not in COMMANDS:
-        print(USAGE)
-        return 0 if command in ("-h", "--help") else 2
+        asked = command in ("-h", "--help")
+        print(USAGE, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    if not is_installed():
+        print(status(), file=sys.stderr)
+        return 1
     register()
     import_module("rl_zoo3.cli").main()
     return 0

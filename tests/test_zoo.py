@@ -1,5 +1,6 @@
 """RL Zoo: registration in every kind of installation, hyperparameters, and its unmodified commands."""
 
+import fcntl
 import inspect
 import os
 import re
@@ -9,6 +10,8 @@ import sys
 import sysconfig
 import threading
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import optuna
@@ -21,7 +24,6 @@ from benchmarks.zoo import COMMANDS, Command, copy_of_tree, new_environment, run
 from sb3_fp16 import PPOFP16, Precision, hyperparams, zoo
 
 PAPER_TASKS = ("HalfCheetah", "Hopper", "Walker2d", "Humanoid", "InvertedDoublePendulum", "Swimmer")
-ONE_WORKER = pytest.mark.xdist_group("zoo")  # of pytest-xdist: the new environment is made once
 
 
 # --- hyperparameters ---
@@ -98,9 +100,8 @@ def test_every_file_has_its_test():
 
 
 @pytest.fixture
-def manager_of(monkeypatch, tmp_path):
+def manager_of(tmp_path):
     """Makes RL Zoo's ExperimentManager, extended twice."""
-    monkeypatch.setattr(exp_manager.ExperimentManager, "__init__", exp_manager.ExperimentManager.__init__)
     zoo.register()
     zoo.register()
 
@@ -122,21 +123,103 @@ def test_conf_and_other_algorithms_are_left_alone(manager_of):
     assert manager_of(algo="ppo").config.endswith("rl_zoo3/hyperparams/ppo.yml")
 
 
+def test_where_rl_zoo_is_not_as_we_know_it_no_algorithm_is_offered(manager_of, monkeypatch):
+    monkeypatch.delattr(hyperparams_opt, "HYPERPARAMS_CONVERTER")
+    with pytest.raises(AttributeError):
+        zoo.extend(hyperparams_opt)
+    assert "ppo_fp16" not in utils.ALGOS
+    zoo.extend(utils)
+    assert "ppo_fp16" in utils.ALGOS
+
+
+# --- the hook ---
+
+
+class Finder:
+    """A finder of this test's: ``rl_zoo3.utils`` is a module of one loader that serves others, too."""
+
+    class Loader:
+        __slots__ = ("ran",)
+
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            self.ran = [*getattr(self, "ran", []), module.__name__]
+
+    def __init__(self):
+        self.loader, self.found = self.Loader(), "rl_zoo3.utils"
+
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self.loader) if name == self.found else None
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """The hook's module, alone among the finders but for one of the test's, and what it tells."""
+    spec = spec_from_file_location("hook_of_the_test", Path(__file__).parent.parent / "zoo_hook" / "__init__.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.told = []
+    monkeypatch.setattr(module, "tell", lambda loaded: module.told.append(loaded.__name__))
+    module.finder = Finder()
+    monkeypatch.setattr(sys, "meta_path", [module.WATCHER, module.finder])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    return module
+
+
+def load(spec):
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_hook_tells_of_rl_zoos_modules_and_leaves_no_trace(hook):
+    assert hook.WATCHER.find_spec("rl_zoo3.callbacks") is None
+    module = load(hook.WATCHER.find_spec("rl_zoo3.utils"))
+    assert hook.told == hook.finder.loader.ran == ["rl_zoo3.utils"]
+    assert module.__spec__.loader is module.__loader__ is hook.finder.loader
+
+
+def test_finders_that_ask_all_others_find_an_end(hook):
+    class Asking:
+        def find_spec(self, name, path=None, target=None):
+            answers = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            return next(filter(None, answers), None)
+
+    sys.meta_path[1:1] = [Asking()]
+    load(hook.WATCHER.find_spec("rl_zoo3.utils"))
+    assert hook.told == ["rl_zoo3.utils"]
+
+
+def test_what_fails_in_the_hook_is_left_to_the_other_finders(hook):
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            raise RuntimeError("broken")
+
+    hook.finder.found = None
+    assert hook.WATCHER.find_spec("rl_zoo3.utils") is None
+    sys.meta_path.append(Broken())
+    assert hook.WATCHER.find_spec("rl_zoo3.utils") is None
+    sys.meta_path.remove(hook.WATCHER)  # by a tool that wraps every finder
+    assert hook.WATCHER.find_spec("rl_zoo3.utils") is None
+
+
 # --- RL Zoo's commands in a new environment ---
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory):
-    """The programs of a new environment with ``pip install ".[zoo]"``."""
-    return new_environment(tmp_path_factory.mktemp("zoo"))
-
-
-@pytest.fixture(scope="session")
-def trained(programs, tmp_path_factory):
-    """The folder in which the commands run, after the first of them."""
-    folder = tmp_path_factory.mktemp("runs")
-    succeeds(programs, COMMANDS["train"], folder)
-    return folder
+def programs(tmp_path_factory, worker_id):
+    """The programs of a new environment with ``pip install ".[zoo]"``, made by the first worker of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base if worker_id == "master" else base.parent
+    with open(shared / "zoo.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = shared / "zoo" / "made"
+        if not made.exists():
+            new_environment(made.parent)
+            made.touch()
+    return made.parent / "venv" / "bin"
 
 
 def succeeds(programs: Path, command: Command, folder: Path) -> str:
@@ -148,13 +231,12 @@ def succeeds(programs: Path, command: Command, folder: Path) -> str:
     return done.stdout
 
 
-@ONE_WORKER
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "train"])
-def test_commands(name, programs, trained):
-    succeeds(programs, COMMANDS[name], trained)
+def test_commands(programs, tmp_path, subtests):
+    for name, command in COMMANDS.items():
+        with subtests.test(name):
+            succeeds(programs, command, tmp_path)
 
 
-@ONE_WORKER
 def test_a_model_of_sb3s_ppo_goes_on_in_fp16(programs, tmp_path):
     succeeds(programs, Command("rl_zoo3 train --algo ppo --env CartPole-v1 -n 256", "Saving to"), tmp_path)
     agent = "logs/ppo/CartPole-v1_1/CartPole-v1.zip"
@@ -195,7 +277,6 @@ SEARCH = (
 )
 
 
-@ONE_WORKER
 def test_two_workers_complete_one_study_and_prune(programs, tmp_path):
     (tmp_path / "falling.py").write_text(FALLING)
     outputs = []
@@ -231,7 +312,6 @@ KNOWN = "import rl_zoo3.exp_manager; print('ppo_fp16' in rl_zoo3.ALGOS)"
 HOOK = Path("zoo_hook") / zoo.HOOK
 
 
-@ONE_WORKER
 def test_python_starts_as_fast_as_before(programs, tmp_path):
     line = "python -X importtime -c pass"
     times = [re.search(r"(\d+) \|\s+_sb3_fp16_zoo", run(programs, line, tmp_path).stdout) for _ in range(7)]
@@ -284,7 +364,6 @@ def from_wheel(light, wheel):
     return light
 
 
-@ONE_WORKER
 def test_a_wheel_is_enabled_can_be_switched_off_and_uninstalled(from_wheel):
     assert from_wheel.python(KNOWN).splitlines()[-1] == "True"
     assert from_wheel.run("python -m sb3_fp16.zoo status").stdout.splitlines()[-1].startswith("enabled")
@@ -295,7 +374,27 @@ def test_a_wheel_is_enabled_can_be_switched_off_and_uninstalled(from_wheel):
     assert from_wheel.python("pass") == ""
 
 
-@ONE_WORKER
+def test_in_the_source_trees_folder_all_works_too(from_wheel):
+    from_wheel.folder = copy_of_tree(from_wheel.folder)
+    assert (
+        "hyperparams/ppo_fp16.yml"
+        in from_wheel.run("python -m rl_zoo3.train --algo ppo_fp16 --env CartPole-v1 -n 64").stdout
+    )
+    done = from_wheel.run(
+        "python -m sb3_fp16.zoo train --algo ppo_fp16 --env Hopper-v5 -conf sb3_fp16.hyperparams.tuned -n 8"
+    )
+    assert "sb3_fp16.hyperparams.tuned" in done.stdout
+    assert done.returncode == 0, done.stdout
+
+
+def test_status_tries_what_it_tells(from_wheel):
+    (from_wheel.folder / "rl_zoo3").mkdir()
+    for module in ("utils", "hyperparams_opt", "exp_manager"):
+        (from_wheel.folder / "rl_zoo3" / f"{module}.py").write_text("raise OSError('no such zoo')")
+    (from_wheel.folder / "rl_zoo3" / "__init__.py").touch()
+    assert "fails: OSError: no such zoo" in from_wheel.run("python -m sb3_fp16.zoo status").stdout
+
+
 def test_enable_and_disable_work_in_a_wheels_place_too(from_wheel):
     for command, known in (("disable", "False"), ("enable", "True"), ("enable", "True"), ("disable", "False")):
         assert from_wheel.run(f"python -m sb3_fp16.zoo {command}").returncode == 0
@@ -304,7 +403,6 @@ def test_enable_and_disable_work_in_a_wheels_place_too(from_wheel):
     assert record.read_text().count(f"\n{zoo.HOOK},") == 1  # the first line of it is another file's
 
 
-@ONE_WORKER
 def test_an_editable_install_is_enabled_by_hand(light):
     tree = copy_of_tree(light.folder)
     for module in (Path(zoo.__file__).parent).glob("_cpu*.so"):
@@ -321,7 +419,6 @@ def test_an_editable_install_is_enabled_by_hand(light):
     assert not (light.site / zoo.HOOK).exists()
 
 
-@ONE_WORKER
 @pytest.mark.parametrize(
     ("broken", "text"),
     [
@@ -339,7 +436,6 @@ def test_a_broken_package_breaks_no_python_and_no_rl_zoo(broken, text, from_whee
     assert output.count("RL Zoo runs without ppo_fp16") == (broken != "_sb3_fp16_zoo/__init__.py")
 
 
-@ONE_WORKER
 def test_a_hook_without_its_package_is_silent(light):
     shutil.copy(HOOK, light.site)
     assert light.python("pass") == ""
@@ -356,9 +452,14 @@ def test_where_nothing_is_installed_enable_says_so(monkeypatch, capsys):
 def test_usage(arguments, status, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["zoo", *arguments])
     assert zoo.main() == status
-    assert "enable | disable | status" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "enable | disable | status" in (output.err if status else output.out)
 
 
-def test_without_rl_zoo_status_names_the_remedy(monkeypatch):
-    monkeypatch.setattr(zoo, "find_spec", lambda _: None)
-    assert ".[zoo]" in zoo.status()
+def test_without_rl_zoo_the_remedy_is_named(monkeypatch, capsys):
+    for spec in (None, ModuleSpec("rl_zoo3", None)):  # nothing, or a mere folder of that name
+        monkeypatch.setattr(zoo, "find_spec", lambda _, spec=spec: spec)
+        assert ".[zoo]" in zoo.status()
+    monkeypatch.setattr(sys, "argv", ["zoo", "train"])
+    assert zoo.main() == 1
+    assert ".[zoo]" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What the native engine serves and why not, and a policy as the C++ side takes it: addresses, shapes, formats."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -28,6 +29,16 @@ try:
     BUILT = True
 except ImportError:  # no compiler where the package was installed
     BUILT = False
+
+_TREE = Path(__file__).parents[2]
+MISSING = (
+    f"{_TREE} is a source tree whose native CPU engine was not built: run Python in another folder to use what is "
+    "installed, or install the tree with pip install --editable"
+    if (_TREE / "setup.py").exists()
+    else "sb3_fp16 was installed without its native CPU engine, as no C++ compiler was found: install one, and "
+    "reinstall with SB3_FP16_CPU=1, which shows why a build fails"
+)
+"""Why there is no native engine where there is none."""
 
 HEADS: dict[type[Distribution], str] = {
     DiagGaussianDistribution: "gaussian",
