@@ -26,6 +26,8 @@ T* address(const py::dict& dict, const char* key) {
     return reinterpret_cast<T*>(dict[key].cast<uintptr_t>());
 }
 
+Storage storage_of(const py::dict& dict, const char* key) { return named<Storage>(dict, key, {"fp32", "fp16", "bf16"}); }
+
 Slice slice_of(const py::dict& entry) {
     Slice slice{};
     slice.data = address<void>(entry, "data"), slice.first_moment = address<void>(entry, "first_moment");
@@ -78,7 +80,9 @@ class Optimizer {
 public:
     // `parameters`: those of one network after another.
     Optimizer(const std::string& parameter_format, const std::string& state_format, const std::vector<py::dict>& parameters) {
-        plan.parameters = storage_of(parameter_format), plan.state = storage_of(state_format);
+        py::dict formats;
+        formats["parameter_format"] = parameter_format, formats["state_format"] = state_format;
+        plan.parameters = storage_of(formats, "parameter_format"), plan.state = storage_of(formats, "state_format");
         for (const py::dict& entry : parameters) plan.slices.push_back(slice_of(entry));
         bytes = plan.lay_out(nullptr);
     }
@@ -99,15 +103,65 @@ public:
     }
 
 private:
-    static Storage storage_of(const std::string& name) {
-        py::dict dict;
-        dict["format"] = name;
-        return named<Storage>(dict, "format", {"fp32", "fp16", "bf16"});
-    }
-
     StepPlan plan;
     int64_t bytes;
 };
+
+void gather_from(int device, uintptr_t stream, int word_bytes, uintptr_t in, uintptr_t indices, uintptr_t out, int64_t count, int64_t size) {
+    if (word_bytes != 2 && word_bytes != 4) throw std::invalid_argument("words have 2 or 4 bytes");
+    gather(where_of(device, stream), word_bytes, reinterpret_cast<const void*>(in), reinterpret_cast<const int64_t*>(indices),
+           reinterpret_cast<void*>(out), count, size);
+}
+
+void statistics_from(int device, uintptr_t stream, const py::dict& dict) {
+    StatisticsSettings settings{};
+    settings.advantages = address<void>(dict, "advantages"), settings.indices = address<int64_t>(dict, "indices");
+    settings.statistics = address<Statistics>(dict, "statistics");
+    settings.samples = dict["samples"].cast<int64_t>(), settings.batch_size = dict["batch_size"].cast<int64_t>();
+    settings.epochs = dict["epochs"].cast<int64_t>(), settings.normalize = dict["normalize"].cast<bool>();
+    settings.significand_bits = dict["storage_bits"].cast<int>();
+    if (settings.samples < 1 || settings.batch_size < 1) throw std::invalid_argument("a minibatch has no samples");
+    statistics(where_of(device, stream), storage_of(dict, "storage"), settings);
+}
+
+void gae_from(int device, uintptr_t stream, const py::dict& dict) {
+    GaeSettings settings{};
+    settings.rewards = address<void>(dict, "rewards"), settings.values = address<void>(dict, "values");
+    settings.episode_starts = address<uint8_t>(dict, "episode_starts");
+    settings.advantages = address<void>(dict, "advantages"), settings.returns = address<void>(dict, "returns");
+    settings.last_values = address<float>(dict, "last_values"), settings.last_continues = address<float>(dict, "last_continues");
+    settings.saturated = address<unsigned long long>(dict, "saturated");
+    settings.steps = dict["steps"].cast<int64_t>(), settings.envs = dict["envs"].cast<int64_t>();
+    const double gamma = dict["gamma"].cast<double>();
+    settings.gamma = static_cast<float>(gamma), settings.decay = static_cast<float>(gamma * dict["gae_lambda"].cast<double>());
+    settings.significand_bits = dict["storage_bits"].cast<int>();
+    gae(where_of(device, stream), storage_of(dict, "storage"), settings);
+}
+
+void losses_from(int device, uintptr_t stream, const py::dict& dict) {
+    LossSettings settings{};
+    settings.indices = address<int64_t>(dict, "indices"), settings.count = dict["count"].cast<int64_t>();
+    settings.actions = address<void>(dict, "actions"), settings.advantages = address<void>(dict, "advantages");
+    settings.returns = address<void>(dict, "returns"), settings.values = address<void>(dict, "values");
+    settings.behaviour = address<void>(dict, "behaviour"), settings.correction = address<void>(dict, "correction");
+    settings.old_log_prob = address<float>(dict, "old_log_prob"), settings.statistics = address<Statistics>(dict, "statistics");
+    settings.outputs = address<void>(dict, "outputs"), settings.predictions = address<void>(dict, "predictions");
+    settings.policy_signal = address<void>(dict, "policy_signal"), settings.value_signal = address<void>(dict, "value_signal");
+    settings.size = dict["size"].cast<int64_t>();
+    settings.log_std = address<void>(dict, "log_std"), settings.log_std0 = address<void>(dict, "log_std0");
+    settings.log_std_gradient = address<void>(dict, "log_std_gradient"), settings.workspace = address<void>(dict, "workspace");
+    settings.choices = address<int64_t>(dict, "choices"), settings.heads = dict["heads"].cast<int64_t>();
+    settings.scales = address<float>(dict, "scales"), settings.logs = address<float>(dict, "logs");
+    settings.stopped = address<bool>(dict, "stopped"), settings.networks = dict["networks"].cast<int>();
+    settings.log_ratio = named<LogRatio>(dict, "log_ratio", {"absolute", "residual", "two_sum"});
+    settings.clip = address<Clip>(dict, "clip");
+    settings.ent_coef = dict["ent_coef"].cast<float>(), settings.vf_coef = dict["vf_coef"].cast<float>();
+    settings.target_kl = dict["target_kl"].cast<float>();
+    settings.storage_bits = dict["storage_bits"].cast<int>(), settings.compute_bits = dict["compute_bits"].cast<int>();
+    if (settings.count < 1 || settings.size < 1) throw std::invalid_argument("a minibatch has no samples or no outputs");
+    losses(where_of(device, stream), named<Head>(dict, "head", {"gaussian", "categorical", "bernoulli"}), storage_of(dict, "storage"),
+           storage_of(dict, "compute"), settings);
+}
 
 }  // namespace
 
@@ -116,6 +170,11 @@ PYBIND11_MODULE(SB3_FP16_CUDA_MODULE, m) {
     m.attr("OPTIMIZER_FORMATS") = std::vector<std::pair<std::string, std::string>>{
         {"fp16", "fp16"}, {"bf16", "bf16"}, {"fp32", "fp16"}, {"fp32", "bf16"}};
     m.def("device_count", &device_count, "Devices that can be used; 0 without a driver.");
+    m.def("gather", &gather_from, "Rows of an array by index.");
+    m.def("statistics", &statistics_from, "Mean and deviation of the advantages of every minibatch.");
+    m.def("gae", &gae_from, "Fill advantages and returns of a rollout.");
+    m.def("loss_workspace", &loss_workspace, "Bytes that `losses` needs.");
+    m.def("losses", &losses_from, "Losses of a minibatch and their gradients.");
     py::class_<Optimizer>(m, "Optimizer", "Steps of SHARP, or of Adam where moments are FP32.")
         .def(py::init<const std::string&, const std::string&, const std::vector<py::dict>&>())
         .def_property_readonly("workspace", &Optimizer::workspace, "Bytes that a step needs.")

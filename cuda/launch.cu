@@ -6,6 +6,9 @@
 #include <type_traits>
 
 #include "adam.cuh"
+#include "advantages.cuh"
+#include "gather.cuh"
+#include "losses.cuh"
 #include "norm.cuh"
 #include "sharp.cuh"
 
@@ -48,6 +51,13 @@ void run(void (*kernel)(Parameters...), int64_t blocks, int threads, const Where
     if (blocks) simt::launch(dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), 0, [&] { kernel(arguments...); }, simt::seed());
 }
 #endif
+
+template <class Use>
+void with_format(Storage storage, Use use) {
+    if (storage == Storage::fp32) return use(Single{});
+    if (storage == Storage::bf16) return use(Brain{});
+    use(Half{});
+}
 
 int64_t over(const Table& table, int64_t (*blocks)(const Slice&)) {
     int64_t sum = 0;
@@ -136,6 +146,44 @@ void optimizer_step(const Where& where, const StepPlan& plan, const SharpSetting
     if (is(Storage::fp32, Storage::bf16)) return step(Single{}, Brain{});
     if (is(Storage::fp32, Storage::fp32)) return adam_step(where, tables, settings, norm);
     throw std::invalid_argument("no kernel serves these formats");
+}
+
+void gather(const Where& where, int word_bytes, const void* in, const int64_t* indices, void* out, int64_t count, int64_t size) {
+    const Device device(where.device);
+    const auto copy = [&](auto word) {
+        using Word = decltype(word);
+        run(gather_rows<Word>, gather_blocks(count, size), THREADS, where, static_cast<const Word*>(in), indices, static_cast<Word*>(out), count, size);
+    };
+    word_bytes == 2 ? copy(uint16_t{}) : copy(float{});
+}
+
+void statistics(const Where& where, Storage storage, const StatisticsSettings& settings) {
+    const Device device(where.device);
+    const int threads = static_cast<int>(divided_up(least(settings.batch_size, STATISTICS_THREADS), 32) * 32);
+    with_format(storage, [&](auto format) {
+        run(advantage_statistics<decltype(format)>, minibatches(settings.samples, settings.batch_size, settings.epochs), threads, where, settings);
+    });
+}
+
+void gae(const Where& where, Storage storage, const GaeSettings& settings) {
+    const Device device(where.device);
+    with_format(storage, [&](auto format) { run(gae<decltype(format)>, divided_up(settings.envs, THREADS), THREADS, where, settings); });
+}
+
+int64_t loss_workspace(int64_t count, int64_t size) { return gaussian_workspace(count, size); }
+
+void losses(const Where& where, Head head, Storage storage, Storage compute, const LossSettings& settings) {
+    const Device device(where.device);
+    const auto launch = [&](auto stored, auto computed) {
+        using F = decltype(stored);
+        using C = decltype(computed);
+        if (head == Head::bernoulli) throw std::invalid_argument("no kernel serves a Bernoulli distribution");
+        run(head == Head::gaussian ? gaussian_losses<F, C> : categorical_losses<F, C>, 1, loss_threads(settings.count), where, settings);
+    };
+    if (storage != Storage::fp32 && storage != compute) throw std::invalid_argument("no kernel serves these formats");
+    if (storage == Storage::fp16) return launch(Half{}, Half{});
+    if (storage == Storage::bf16) return launch(Brain{}, Brain{});
+    with_format(compute, [&](auto computed) { launch(Single{}, computed); });
 }
 
 int device_count() {

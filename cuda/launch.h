@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "layout.h"
+#include "rollout.h"
 
 namespace sb3_fp16 {
 
@@ -28,6 +29,13 @@ struct StepPlan {
 
 // One step of SHARP, or of Adam where that is what the plan is for; `norm` is null where κ is given.
 void optimizer_step(const Where& where, const StepPlan& plan, const SharpSettings& settings, const NormSettings* norm);
+
+// The launches of an update around its networks; numbers of a rollout are in format `storage`.
+void gather(const Where& where, int word_bytes, const void* in, const int64_t* indices, void* out, int64_t count, int64_t size);
+void statistics(const Where& where, Storage storage, const StatisticsSettings& settings);
+void gae(const Where& where, Storage storage, const GaeSettings& settings);
+int64_t loss_workspace(int64_t count, int64_t size);  // bytes
+void losses(const Where& where, Head head, Storage storage, Storage compute, const LossSettings& settings);
 
 int device_count();
 

@@ -323,10 +323,10 @@ __device__ __forceinline__ void policy_loss(const Numbers<F, C>& numbers, const 
     const float d = head.log_ratio(sample, &entropy) - correction;
     const float advantage = (numbers.stored(settings.advantages, sample.row) - settings.statistics->mean) / settings.statistics->deviation;
     const bool gains = advantage >= 0.0f;
-    const float lower = gains ? -INFINITY : settings.clip_lower;
-    const float upper = smaller(gains ? settings.clip_upper : INFINITY, LARGEST_EXPONENT);
+    const float lower = gains ? -INFINITY : settings.clip->lower;
+    const float upper = smaller(gains ? settings.clip->upper : INFINITY, LARGEST_EXPONENT);
     const float gain = advantage * exponential(smaller(upper, larger(lower, d)));  // of NaN: NaN
-    const bool clipped = d < lower || d > upper, outside = d > settings.clip_upper || d < settings.clip_lower;
+    const bool clipped = d < lower || d > upper, outside = d > settings.clip->upper || d < settings.clip->lower;
     head.backward(sample, clipped ? 0.0f : -gain * scale, -settings.ent_coef * scale);
 
     sums.policy = sums.policy - gain;
@@ -339,7 +339,7 @@ __device__ __forceinline__ void policy_loss(const Numbers<F, C>& numbers, const 
 template <class F, class C>
 __device__ __forceinline__ void value_loss(const Numbers<F, C>& numbers, const Sample& sample, Sums& sums) {
     const LossSettings& settings = numbers.settings;
-    const float scale = settings.scales[settings.networks - 1] / static_cast<float>(settings.count), range = settings.clip_range_vf;
+    const float scale = settings.scales[settings.networks - 1] / static_cast<float>(settings.count), range = settings.clip->value_range;
     float predicted = numbers.computed(settings.predictions, sample.position);
     bool moves = true;
     if (range >= 0.0f) {

@@ -34,6 +34,11 @@ struct GaeSettings {
     int significand_bits;
 };
 
+// Bounds that a schedule may move: of the log-ratio, and of a value's change (negative: none).
+struct Clip {
+    float lower, upper, value_range;
+};
+
 // One minibatch. Arrays are in storage format and those of networks in the compute format, unless they say FP32.
 struct LossSettings {
     const int64_t* indices;  // of its samples in the rollout
@@ -59,8 +64,7 @@ struct LossSettings {
     bool* stopped;        // by target_kl; null: never
     int networks;
     LogRatio log_ratio;
-    float clip_lower, clip_upper;  // log-domain bounds
-    float clip_range_vf;           // negative: off
+    const Clip* clip;
     float ent_coef, vf_coef;
     float target_kl;  // negative: off
     int storage_bits, compute_bits;  // significands

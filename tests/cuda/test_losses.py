@@ -23,7 +23,6 @@ from sb3_fp16.rounding import FORMATS
 from sb3_fp16.scalars import normalize_advantages
 from tests import oracle
 
-pytestmark = pytest.mark.xdist_group("losses")
 HERE = Path(__file__).parent
 STORAGE = {"fp32": 0, "fp16": 1, "bf16": 2}
 DTYPE = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
@@ -58,7 +57,7 @@ class GaeSettings(ctypes.Structure):
 class LossSettings(ctypes.Structure):
     _rollout = ("actions", "advantages", "returns", "values", "behaviour", "correction", "old_log_prob", "statistics")
     _networks = ("outputs", "predictions", "policy_signal", "value_signal")
-    _numbers = ("clip_lower", "clip_upper", "clip_range_vf", "ent_coef", "vf_coef", "target_kl")
+    _numbers = ("ent_coef", "vf_coef", "target_kl")
     _fields_ = [
         ("indices", pointer),
         ("count", i64),
@@ -68,6 +67,7 @@ class LossSettings(ctypes.Structure):
         ("heads", i64),
         *((name, pointer) for name in ("scales", "logs", "stopped")),
         *((name, i32) for name in ("networks", "log_ratio")),
+        ("clip", pointer),
         *((name, f32) for name in _numbers),
         *((name, i32) for name in ("storage_bits", "compute_bits")),
     ]
@@ -328,6 +328,7 @@ class Minibatch:
         room = np.full(kernels.workspace_bytes(self.count, self.size), 0xFF, np.uint8)
         absolute, of = self.log_ratio == ABSOLUTE, self.settings
         lower = np.log1p(-of["clip_range"]) if of["clip_range"] < 1 else -np.inf
+        clip = np.array([lower, np.log1p(of["clip_range"]), of["clip_range_vf"]], np.float32)
         given = {
             "count": self.count,
             "size": self.size,
@@ -338,15 +339,14 @@ class Minibatch:
             "correction": None if self.correction is None else address(self.correction),
             "old_log_prob": address(self.old_log_prob) if absolute else None,
             "log_ratio": self.log_ratio,
-            "clip_lower": lower,
-            "clip_upper": np.log1p(of["clip_range"]),
+            "clip": address(clip),
             "storage_bits": BITS[self.storage],
             "compute_bits": BITS[self.compute],
         }
         names = "indices actions advantages returns values statistics outputs predictions policy_signal value_signal"
         names += " log_std log_std0 log_std_gradient choices scales stopped"
         given |= {name: address(getattr(self, name)) for name in names.split()}
-        given |= {name: value for name, value in of.items() if name != "clip_range"}
+        given |= {name: value for name, value in of.items() if not name.startswith("clip")}
         formats = (self.head, STORAGE[self.storage], STORAGE[self.compute])
         threads = threads or kernels.threads_for(self.count)
         check(kernels.run_losses(*formats, ctypes.byref(LossSettings(**given)), threads, seed))
