@@ -82,7 +82,8 @@ public:
         : numbers(numbers_), settings(numbers.settings), dims(settings.size), dimensions(static_cast<Dimension*>(settings.workspace)),
           slopes(reinterpret_cast<float*>(dimensions + dims)) {
         for (int64_t j = threadIdx.x; j < dims; j += blockDim.x) {
-            const float log_std = numbers.stored(settings.log_std, j), log_std0 = numbers.stored(settings.log_std0, j);
+            const float log_std = numbers.stored(settings.log_std, j);
+            const float log_std0 = settings.log_std0 ? numbers.stored(settings.log_std0, j) : log_std;
             const float change = log_std - log_std0, inverse_std0 = exponential(-log_std0), rounded_change = r(change);
             dimensions[j] = {log_std, exponential(-log_std), inverse_std0, change, exponential_minus_1(-change),
                              r(inverse_std0), rounded_change, r(exponential_minus_1(-rounded_change))};

@@ -53,7 +53,7 @@ struct LossSettings {
     const void *outputs, *predictions;    // [count][size] means or logits, and [count]
     void *policy_signal, *value_signal;   // out, the same shapes
     int64_t size;
-    // A Gaussian's, [size] in storage format, and room for it on the device: gaussian_workspace(count, size) bytes.
+    // A Gaussian's, [size] in storage format (log_std0: not for LogRatio::absolute), and room for it on the device: gaussian_workspace(count, size) bytes.
     const void *log_std, *log_std0;
     void *log_std_gradient, *workspace;
     // Categorical choices, logits of the heads side by side.

@@ -121,9 +121,9 @@ class OptimizerKernels:
         }
         names = ("eps", "weight_decay", "decoupled_weight_decay", "state_scale", "root_rounding")
         plain |= {name: settings[name] for name in (*names, "parameter_bits", "state_bits")}
-        stream = th.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         gradients = [parameter.gradient.data_ptr() for parameter in parameters]
-        self._plan.step(self.device.index or 0, stream, self._workspace.data_ptr(), gradients, plain, norm)
+        where = (self.device.index or 0, stream_of(self.device))
+        self._plan.step(*where, self._workspace.data_ptr(), gradients, plain, norm)
 
     def _arrange(self, parameters: Sequence[KernelParameter]) -> None:
         """The module's own table of the parameters, made anew when anything has changed but gradients."""
@@ -136,7 +136,18 @@ class OptimizerKernels:
         self._made_for = made_for
 
 
-def kernels_serve(device: th.device, parameters: th.dtype, state: th.dtype, betas: tuple[float, float]) -> bool:
+def stream_of(device: th.device) -> int:
+    """
+    The current stream.
+
+    :param device: on which
+    """
+    return int(th.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def kernels_serve(
+    device: th.device, parameters: th.dtype, state: th.dtype, betas: tuple[float, float], is_adam: bool = False
+) -> bool:
     """
     Whether the device has kernels for an optimizer.
 
@@ -144,11 +155,12 @@ def kernels_serve(device: th.device, parameters: th.dtype, state: th.dtype, beta
     :param parameters: their format
     :param state: that of the moments
     :param betas: decay rates, which must not be too near 1
+    :param is_adam: FP32 moments are Adam's, and not SHARP's
     """
     module = MODULES.get(device.type)
     if module is None or _corrected_steps(*betas) > _MOST_CORRECTIONS:
         return False
-    return (NAMES[parameters], NAMES[state]) in module.OPTIMIZER_FORMATS
+    return is_adam or (NAMES[parameters], NAMES[state]) in module.OPTIMIZER_FORMATS
 
 
 def _corrected_steps(*betas: float) -> int:

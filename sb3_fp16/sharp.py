@@ -408,7 +408,8 @@ class _KernelBucket(_Bucket):
             kernel_parameter(parameter, cast(Tensor, parameter.grad).contiguous(), state, member, coefficient=i)
             for i, (parameter, state, member) in enumerate(zip(parameters, states, self.members, strict=True))
         ]
-        settings, lr = kernel_settings(group, parameters[0], states[0]), scalar_on(self.device, group["lr"])
+        settings = kernel_settings(group, parameters[0], states[0]["first_moment"])
+        lr = scalar_on(self.device, group["lr"])
         counts = optimizer.counts_on(self.device)
         self.kernels.step(members, settings, lr, coefficient.contiguous(), skip, counts)
 
@@ -442,15 +443,33 @@ def kernel_parameter(
     )
 
 
-def kernel_settings(group: Mapping[str, Any], parameter: Tensor, state: Mapping[str, Tensor]) -> dict[str, Any]:
+def kernel_parameters(
+    optimizer: SHARP, group: dict[str, Any], gradients: Mapping[int, Tensor], coefficients: Sequence[int]
+) -> list[KernelParameter]:
+    """
+    All parameters of an optimizer's only group as kernels take them.
+
+    :param optimizer: with its state made
+    :param group: its group
+    :param gradients: by the parameters' ``id``, contiguous
+    :param coefficients: which κ is whose
+    """
+    starts = accumulate((p.numel() for p in group["params"]), initial=0)
+    return [
+        kernel_parameter(p, gradients[id(p)], optimizer.state[p], _Member(group, i, start), coefficients[i])
+        for i, (p, start) in enumerate(zip(group["params"], starts, strict=False))
+    ]
+
+
+def kernel_settings(group: Mapping[str, Any], parameter: Tensor, moment: Tensor) -> dict[str, Any]:
     """
     A group's settings as kernels take them.
 
     :param group: of parameters
     :param parameter: one of them
-    :param state: that parameter's
+    :param moment: the first moment of that parameter
     """
-    kinds = [stored_format(group, x).significand_bits for x in (parameter, state["first_moment"])]
+    kinds = [stored_format(group, x).significand_bits for x in (parameter, moment)]
     return {**group, "parameter_bits": kinds[0], "state_bits": kinds[1]}
 
 

@@ -2,6 +2,7 @@
 
 from sb3_fp16.engines.contract import Engine, UpdateSettings, UpdateStats
 from sb3_fp16.engines.eager import EagerEngine
+from sb3_fp16.engines.graph import GraphEngine, why_no_graph
 from sb3_fp16.engines.native import NativeEngine
 from sb3_fp16.engines.native_plan import why_not_native
 from sb3_fp16.policies import HalfPrecisionPolicy
@@ -16,5 +17,8 @@ def select_engine(policy: HalfPrecisionPolicy, batch_size: int) -> Engine:
     :param policy: to be trained
     :param batch_size: minibatch size, which the gradient scale depends on
     """
-    reason = why_not_native(policy)
-    return NativeEngine(policy, batch_size) if reason is None else EagerEngine(policy, batch_size, reason)
+    on_host = policy.device.type == "cpu"
+    reason = why_not_native(policy) if on_host else why_no_graph(policy)
+    if reason is not None:
+        return EagerEngine(policy, batch_size, reason)
+    return (NativeEngine if on_host else GraphEngine)(policy, batch_size)

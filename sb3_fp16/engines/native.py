@@ -62,7 +62,7 @@ class NativeEngine(EagerEngine):
         behaviour: tuple[Array, ...] = getattr(rollout, "behaviour", None) or ()
         if reason is None and len(behaviour) == 2 and behaviour[1].ndim == 3:
             return super().update(rollout, settings)  # a callback has changed log_std within the rollout
-        if reason is None and not _is_ours(rollout, self.policy):
+        if reason is None and not is_ours(rollout, self.policy):
             reason = "the rollout is not complete, or not as RolloutBufferFP16 keeps it"
         if reason is not None:
             if not self._warned:
@@ -184,8 +184,13 @@ class NativeEngine(EagerEngine):
         }
 
 
-def _is_ours(rollout: RolloutBuffer, policy: HalfPrecisionPolicy) -> TypeGuard[RolloutBufferFP16]:
-    """A complete rollout whose memory the C++ side can read."""
+def is_ours(rollout: RolloutBuffer, policy: HalfPrecisionPolicy) -> TypeGuard[RolloutBufferFP16]:
+    """
+    Whether a rollout is complete, and in arrays as RolloutBufferFP16 makes them.
+
+    :param rollout: to be read without torch
+    :param policy: that it was collected with
+    """
     if not isinstance(rollout, RolloutBufferFP16) or rollout.precision != policy.precision or not rollout.full:
         return False
     if any(getattr(type(rollout), name) is not getattr(RolloutBufferFP16, name) for name in _ROLLOUT_METHODS):

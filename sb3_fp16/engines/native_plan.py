@@ -71,7 +71,7 @@ def why_not_native(policy: HalfPrecisionPolicy, parts: "Parts | None" = None) ->
     :param parts: of the policy, where they are known already
     """
     parts = parts_of(policy) if parts is None else parts
-    return next(obstacles_to_acting(policy, parts), None) or next(_obstacles_to_training(policy, parts), None)
+    return next(obstacles_to_acting(policy, parts), None) or next(obstacles_to_training(policy, parts), None)
 
 
 class Parts(NamedTuple):
@@ -100,14 +100,19 @@ def parts_of(policy: HalfPrecisionPolicy) -> Parts:
 
 def obstacles_to_acting(policy: HalfPrecisionPolicy, parts: Parts) -> Iterator[str]:
     """Reasons in an order in which each check may rely on those before it."""
-    observations, overridden = policy.observation_space, policy.overridden_by_user(_OVERRIDES) or policy.overridden
     if not BUILT:
         yield "sb3_fp16._cpu was not built"
     if policy.device.type != "cpu":
         yield f"the policy is on {policy.device}"
-    if not policy.precision.global_scalars and not _is_naive(policy.precision):
+    yield from obstacles_anywhere(policy, parts)
+
+
+def obstacles_anywhere(policy: HalfPrecisionPolicy, parts: Parts) -> Iterator[str]:
+    """Reasons against a policy that no engine but the reference's torch code serves, on whatever device."""
+    observations, overridden = policy.observation_space, policy.overridden_by_user(_OVERRIDES) or policy.overridden
+    if not policy.precision.global_scalars and not is_naive(policy.precision):
         yield "without module A only torch's Adam and log-probabilities in FP16 are native"
-    if policy.precision.log_ratio == "absolute-stored" and not _is_naive(policy.precision):
+    if policy.precision.log_ratio == "absolute-stored" and not is_naive(policy.precision):
         yield "log-probabilities in storage format are native without module A only"
     if overridden:
         yield f"{type(policy).__name__} overrides {', '.join(overridden)}"
@@ -142,9 +147,10 @@ def obstacles_to_acting(policy: HalfPrecisionPolicy, parts: Parts) -> Iterator[s
         yield "layers do not fit each other, the observations or the actions"
 
 
-def _obstacles_to_training(policy: HalfPrecisionPolicy, parts: Parts) -> Iterator[str]:
+def obstacles_to_training(policy: HalfPrecisionPolicy, parts: Parts) -> Iterator[str]:
+    """Reasons of the optimizer and the gradients."""
     precision, optimizer = policy.precision, policy.optimizer
-    if precision.optimizer != ("adam" if precision.storage == "fp32" or _is_naive(precision) else "sharp"):
+    if precision.optimizer != ("adam" if precision.storage == "fp32" or is_naive(precision) else "sharp"):
         yield f"{precision.optimizer} on {precision.storage} storage is not native"
     if not _is_plain(optimizer, policy, parts.parameters):
         yield f"{type(optimizer).__name__} is not native, or not over all parameters"
@@ -184,7 +190,7 @@ def _fits(policy: HalfPrecisionPolicy) -> bool:
     return True
 
 
-def _is_naive(precision: Precision) -> bool:
+def is_naive(precision: Precision) -> bool:
     """Every operation rounded to FP16, as the preset ``naive-fp16`` has it."""
     parts = (precision.storage, precision.global_scalars, precision.log_ratio, precision.optimizer)
     return parts == ("fp16", False, "absolute-stored", "adam")
@@ -283,7 +289,7 @@ def plan_of(policy: HalfPrecisionPolicy, parameters: list[nn.Parameter]) -> dict
         "head": head,
         "choices": np.atleast_1d(dims).tolist() if head == "categorical" else [],
         "log_std": position[id(policy.log_std)] if head == "gaussian" else -1,
-        "naive": _is_naive(precision),
+        "naive": is_naive(precision),
         "two_sum": precision.log_ratio == "residual-twosum" and head == "gaussian",
         "round_actions": precision.round_actions,
         "networks": 1,

@@ -16,7 +16,7 @@ COMPILER = ["g++", "-std=c++17", "-fPIC", "-Wall", "-Wextra"]
 
 
 def build(folder: Path, *flags: str) -> None:
-    """``_simulated``: two libraries, as the simulator takes every thread-local variable of its own for shared memory."""
+    """``_simulated``, in two libraries: thread-local variables of the simulator's own are shared memory."""
     includes = [f"-I{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
     kernels_from = ["-include", "tests/cuda/simulated.h", "-x", "c++", "cuda/launch.cu"]
     name = "-DSB3_FP16_CUDA_MODULE=_simulated"

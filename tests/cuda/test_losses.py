@@ -346,6 +346,7 @@ class Minibatch:
         names = "indices actions advantages returns values statistics outputs predictions policy_signal value_signal"
         names += " log_std log_std0 log_std_gradient choices scales stopped"
         given |= {name: address(getattr(self, name)) for name in names.split()}
+        given["log_std0"] = None if absolute else given["log_std0"]
         given |= {name: value for name, value in of.items() if not name.startswith("clip")}
         formats = (self.head, STORAGE[self.storage], STORAGE[self.compute])
         threads = threads or kernels.threads_for(self.count)
