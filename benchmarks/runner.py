@@ -1,11 +1,14 @@
 """Train one method on one task with one seed and evaluate it: what every learning benchmark is made of."""
 
 import csv
+import os
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -159,13 +162,20 @@ def state_bytes(model: PPO) -> dict[str, int]:
 
 def versions() -> dict[str, str]:
     """What a results row must name to be reproducible."""
-    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     packages = ("torch", "stable_baselines3", "mujoco")
     return {
-        "commit": answer.stdout.strip() or "unknown",
+        "commit": _commit(),
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        **{package: version(package) if find_spec(package) else "" for package in packages},
     }
+
+
+def _commit() -> str:
+    """That of the working tree; a copy of one may be told by COMMIT."""
+    if shutil.which("git") is None:
+        return os.environ.get("COMMIT", "unknown")
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cpu, halfcheetah, state_bytes, zoo
+from benchmarks import cpu, gpu, halfcheetah, state_bytes, zoo
 from benchmarks.runner import read_csv
 
 ROOT = Path(__file__).parent.parent
@@ -23,8 +23,11 @@ PAGES: dict[Path, dict[str, tuple[Path, Callable[..., str]]]] = {
         **{name: (cpu.PARTS[name].file, cpu.PARTS[name].table) for name in ("update", "end_to_end")},
     },
     DETAILS: {
-        name: (cpu.PARTS[name].file, cpu.PARTS[name].table)
-        for name in ("floor", "tasks", "widths", "scaling", "memory")
+        **{
+            name: (cpu.PARTS[name].file, cpu.PARTS[name].table)
+            for name in ("floor", "tasks", "widths", "scaling", "memory")
+        },
+        **{f"gpu_{name}": (part.file, part.table) for name, part in gpu.PARTS.items() if part.file.exists()},
     },
     ROOT / "docs" / "rl_zoo.md": {"zoo": (zoo.FILE, zoo.table)},
 }

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -10,10 +11,11 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from sb3_fp16 import PPOFP16, Precision, kernels
+from sb3_fp16 import PPOFP16, SHARP, Precision, kernels
 from sb3_fp16.engines.eager import EagerEngine
-from sb3_fp16.engines.graph import GraphEngine, why_no_graph
+from sb3_fp16.engines.graph import GraphEngine, _Update, why_no_graph
 from tests.test_engines import collected
 from tests.test_native import ACTIONS, ACTIVATIONS, distance, logged
 
@@ -103,6 +105,8 @@ def test_schedules_need_no_new_graph_and_other_changes_do(toy, on_cpu):
         lambda: model.policy.optimizer.param_groups[0].update(eps=1e-3),
         lambda: setattr(model.policy.action_net.weight, "data", model.policy.action_net.weight.data.clone()),
         lambda: model.policy.optimizer.load_state_dict(copy.deepcopy(model.policy.optimizer.state_dict())),
+        lambda: setattr(model.policy.mlp_extractor.policy_net, "1", nn.LeakyReLU()),
+        lambda: setattr(model.policy.mlp_extractor.policy_net[1], "negative_slope", 0.2),
     ):
         recorded = engine.recorded
         change()
@@ -110,6 +114,53 @@ def test_schedules_need_no_new_graph_and_other_changes_do(toy, on_cpu):
         assert engine.recorded == recorded + 1
         model.train()
         assert engine.recorded == recorded + 1
+
+
+class Capture(TorchFunctionMode):
+    """What launches may do inside a capture: read nothing from the device, bring nothing to it."""
+
+    TRANSFERS = ("tolist", "item", "cpu", "numpy", "tensor", "as_tensor", "from_numpy", "nonzero")
+    CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__")
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function.__name__ not in (*self.TRANSFERS, *self.CONVERSIONS), function.__name__
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("precision", PRESETS)
+@pytest.mark.parametrize("actions", ["box", "multidiscrete"])
+def test_launches_keep_the_rules_of_a_capture(toy, precision, actions, on_cpu, monkeypatch):
+    """The same memory each time, too: what was allocated inside would belong to the graph."""
+
+    def rehearse_and_capture(update, work):
+        def addresses():
+            gradients = [p.gradient.data_ptr() for p in update.parameters]
+            return [gradients, update.optimizer._workspace.data_ptr(), update.loss_room.data_ptr()]
+
+        update.stopped.fill_(True)
+        update._launch(0, 0, update.batch)
+        before = addresses()
+        with Capture():
+            work()
+        assert addresses() == before
+        return work
+
+    monkeypatch.setattr(_Update, "_capture", rehearse_and_capture)
+    model = collected(PPOFP16, toy(ACTIONS[actions]), precision=precision, target_kl=0.1, clip_range_vf=0.2)
+    model.use_engine(GraphEngine(model.policy, model.batch_size))
+    model.train()
+    assert model.engine.recorded == 1
+
+
+def test_a_step_of_sharp_keeps_the_rules_of_a_capture(on_cpu):
+    weights = [th.randn(20, 30).half().requires_grad_(), th.randn(20).half().requires_grad_()]
+    optimizer = SHARP(weights)
+    for number in range(3):
+        for weight in weights:
+            weight.grad = th.randn(weight.shape).half()
+        with Capture() if number else nullcontext():
+            optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
 
 
 def test_each_update_draws_its_minibatches_as_the_reference_does(toy, on_cpu):

@@ -17,25 +17,26 @@ SHAPES = [(33, 40), (40,), (17, 64), (6, 33), (6,), (1,), (1, 70), (5, 8), (2, 3
 MODES = list(itertools.product(SHARING, WRITEBACK, ROOT_ROUNDING))
 
 
-def trained(dtype, seed=0, steps=4, shapes=SHAPES, scale=3.0, **settings):
+def trained(dtype, seed=0, steps=4, shapes=SHAPES, scale=3.0, device="cpu", **settings):
     """Parameters and optimizer after some steps on drawn gradients, the third of them skipped."""
     generator = th.Generator().manual_seed(seed)
-    parameters = [(th.randn(shape, generator=generator) * 0.1).to(dtype).requires_grad_() for shape in shapes]
+    drawn = [(th.randn(shape, generator=generator) * 0.1).to(dtype) for shape in shapes]
+    parameters = [x.to(device).requires_grad_() for x in drawn]
     optimizer = SHARP(parameters, lr=1e-2, seed=5, **settings)
     for step in range(steps):
         for parameter in parameters:
-            parameter.grad = (th.randn(parameter.shape, generator=generator) * scale).to(dtype)
-        coefficients = th.rand(len(parameters), generator=generator)
-        optimizer.step(coefficient=coefficients, skip=th.tensor(step == 2))
+            parameter.grad = (th.randn(parameter.shape, generator=generator) * scale).to(dtype).to(device)
+        coefficients = th.rand(len(parameters), generator=generator).to(device)
+        optimizer.step(coefficient=coefficients, skip=th.tensor(step == 2, device=device))
     return parameters, optimizer
 
 
-def compare(dtype, on_cpu, monkeypatch, share=0.002, **settings):
+def compare(dtype, on_cpu, monkeypatch, share=0.002, device="cpu", **settings):
     """Nearly all parameters and state are torch's bits; where a sum's order decides a rounding, a step apart."""
-    by_kernels, kernels_own = trained(dtype, **settings)
+    by_kernels, kernels_own = trained(dtype, device=device, **settings)
     assert all(type(b).__name__ == "_KernelBucket" for _, buckets in kernels_own._buckets.values() for b in buckets)
-    monkeypatch.delitem(kernels.MODULES, "cpu")
-    by_torch, torchs_own = trained(dtype, **settings)
+    monkeypatch.delitem(kernels.MODULES, device)
+    by_torch, torchs_own = trained(dtype, device=device, **settings)
     assert all(type(b).__name__ == "_TorchBucket" for _, buckets in torchs_own._buckets.values() for b in buckets)
     differing = total = 0
     for a, b in zip(by_kernels, by_torch, strict=True):
