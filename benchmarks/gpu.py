@@ -199,6 +199,7 @@ def times_of(shape: Shape, repeats: int, device: Device) -> list[Row]:
     :param repeats: of all methods in turn; SB3's PPO gets fewer, and its ratio is to FP32 in turn with it
     :param device: where they run
     """
+    gc.collect()  # models that are done with
     models = {method: made(method, shape, device) for method in METHODS}
     sb3 = made("sb3", shape, device)
     for model in (*models.values(), sb3):  # captures, and warms up

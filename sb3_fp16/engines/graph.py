@@ -622,11 +622,11 @@ def _full_sums() -> Iterator[None]:
     """Products of 16-bit matrices accumulate in FP32 throughout, also where they are split."""
     matmul = th.backends.cuda.matmul
     names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-    before = [getattr(matmul, name) for name in names]
+    before = [(name, getattr(matmul, name), getattr(matmul, f"{name}_split_k", None)) for name in names]
     try:
-        for name in names:
-            setattr(matmul, name, False)
+        for name, _, split in before:  # newer torch: two settings in one
+            setattr(matmul, name, False if split is None else (False, split))
         yield
     finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(matmul, name, value)
+        for name, allowed, split in before:
+            setattr(matmul, name, allowed if split is None else (allowed, split))

@@ -21,7 +21,7 @@ def test_a_rollout_has_at_least_two_minibatches():
     assert [gpu.Shape(8, batch).samples for batch in (8, 16)] == [16, 32]
 
 
-def test_update_rows_and_table(tmp_path):
+def test_update_rows_and_table(tmp_path, monkeypatch):
     shapes = [gpu.Shape(8, batch) for batch in gpu.BATCHES]
     WAITS.clear()
     one = gpu.update_times(shapes, 2, DEVICE)
@@ -47,6 +47,8 @@ def test_update_rows_and_table(tmp_path):
     assert len(lines) == 2 + len(rows)
     assert {line.count("|") for line in lines} == {8}
     assert lines[3].startswith("| 8 | 8 | `fp32` | 1.00 | 1.00 to 3.00 | 1.00 | 1.00 to 1.00 |")
+    monkeypatch.setitem(tables.PAGES[tables.DETAILS], "gpu_update", (tmp_path / "rows.csv", gpu.update_table))
+    assert gpu.update_table(kept) in tables.filled(tables.DETAILS)
 
 
 def test_ratios_are_to_the_same_repeat():

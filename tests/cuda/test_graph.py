@@ -2,8 +2,10 @@
 
 import copy
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from inspect import signature
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from sb3_fp16 import PPOFP16, SHARP, Precision, kernels
 from sb3_fp16.engines.eager import EagerEngine
-from sb3_fp16.engines.graph import GraphEngine, _Update, why_no_graph
+from sb3_fp16.engines.graph import GraphEngine, _capture_stream, _full_sums, _Update, why_no_graph
 from tests.test_engines import collected
 from tests.test_native import ACTIONS, ACTIVATIONS, distance, logged
 
@@ -150,6 +152,53 @@ def test_launches_keep_the_rules_of_a_capture(toy, precision, actions, on_cpu, m
     model.use_engine(GraphEngine(model.policy, model.batch_size))
     model.train()
     assert model.engine.recorded == 1
+
+
+def test_captures_are_rehearsed_and_on_a_stream_of_the_policys_device(monkeypatch):
+    """What no simulator runs, with stand-ins for torch's part in it."""
+    events, device, of_torch = [], th.device("cuda", 1), signature(th.cuda.graph.__init__)
+
+    @contextmanager
+    def entered(name, *arguments):
+        events.append((f"enter {name}", *arguments))
+        yield
+        events.append(f"leave {name}")
+
+    def graph(*arguments, **settings):
+        bound = of_torch.bind(None, *arguments, **settings).arguments
+        assert bound["capture_error_mode"] == "thread_local"
+        return entered("graph", bound["stream"])
+
+    stands_in = {"CUDAGraph": lambda: SimpleNamespace(replay="replay"), "device": partial(entered, "device")}
+    for name, value in {**stands_in, "graph": graph, "Stream": lambda device: ("stream on", device)}.items():
+        monkeypatch.setattr(th.cuda, name, value)
+    update = SimpleNamespace(device=device, stopped=th.tensor(False), batch=60, samples=160, module=SimpleNamespace())
+    update._launch = lambda number, start, count: events.append(("launch", count, bool(update.stopped)))
+    update.module.statistics, update._statistics = "statistics", dict
+    update._call = lambda function, settings: events.append(function)
+    _capture_stream.cache_clear()
+    for _ in range(2):
+        events.clear()
+        assert _Update._capture(update, lambda: events.append("work")) == "replay"
+        assert set(events[:2]) == {("launch", 60, True), ("launch", 40, True)}
+        stream = ("enter graph", ("stream on", device))
+        assert events[2:] == ["statistics", ("enter device", device), stream, "work", "leave graph", "leave device"]
+    assert _capture_stream.cache_info().misses == 1
+    _capture_stream.cache_clear()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_products_settings_are_the_users_again(allowed):
+    matmul, name = th.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"
+    before = getattr(matmul, name), getattr(matmul, f"{name}_split_k", None)
+    given = (allowed, allowed) if before[1] is not None else allowed  # newer torch: two settings in one
+    setattr(matmul, name, given)
+    try:
+        with _full_sums():
+            assert getattr(matmul, name) is False
+        assert (getattr(matmul, name), getattr(matmul, f"{name}_split_k", None)) == (allowed, before[1] and allowed)
+    finally:
+        setattr(matmul, name, before if before[1] is not None else before[0])
 
 
 def test_a_step_of_sharp_keeps_the_rules_of_a_capture(on_cpu):
