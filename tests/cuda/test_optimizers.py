@@ -44,9 +44,12 @@ def compare(dtype, on_cpu, monkeypatch, share=0.002, device="cpu", **settings):
             y = b.data if not name else torchs_own.state[b][name]
             assert x.dtype == y.dtype
             assert x.shape == y.shape
+            if name == "carry":  # what rounding left: where one went the other way, a step of the parameter is in it
+                differing, total = differing + int(((x - y).abs() > 1e-6).sum()), total + x.numel()
+                assert float((x - y).abs().max()) <= 2.1 * th.finfo(a.dtype).eps * float(a.data.abs().max())
+                continue
             if x.dtype == th.float32:
-                # A carry holds what rounding left; a parameter feels a tick of its second moment.
-                tolerance = {"carry": 1e-3, "": 5e-5}.get(name, 1e-6)
+                tolerance = {"": 5e-5}.get(name, 1e-6)  # a parameter feels a tick of its second moment
                 assert float((x - y).abs().max()) <= tolerance * max(1e-3, float(y.abs().max()))
                 continue
             differing, total = differing + int((x != y).sum()), total + x.numel()
