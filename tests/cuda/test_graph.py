@@ -194,6 +194,19 @@ def test_why_another_engine_serves(toy, settings, reason, on_cpu):
     assert model._n_updates > 0
 
 
+def test_where_no_graph_can_be_made_torch_goes_on(toy, on_cpu, monkeypatch):
+    model = collected(PPOFP16, toy(), n_steps=64)
+    model.use_engine(GraphEngine(model.policy, model.batch_size))
+    with monkeypatch.context() as patch:
+        patch.setattr("sb3_fp16.engines.graph._Update._capture", lambda *_: (_ for _ in ()).throw(RuntimeError("full")))
+        with pytest.warns(UserWarning, match="no graph could be made: full"):
+            model.train()
+    before = model.policy.parameters_to_vector()
+    model.train()  # without another try, or another warning
+    assert model.engine.recorded == 0
+    assert (model.policy.parameters_to_vector() != before).any()
+
+
 def test_other_heads_and_devices_have_their_reason(toy, on_cpu, monkeypatch):
     model = PPOFP16("MlpPolicy", toy(spaces.MultiBinary(3)))
     assert "Bernoulli" in why_no_graph(model.policy)
