@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -135,8 +136,11 @@ def _make_state(optimizer: th.optim.Optimizer) -> None:
         return
     for parameter in optimizer.param_groups[0]["params"]:
         if not optimizer.state[parameter]:
+            group = optimizer.param_groups[0]
+            on_device = any(group.get(name) for name in ("capturable", "fused"))  # where such an Adam wants its count
+            step = th.zeros((), device=parameter.device if on_device else "cpu")
             moments = {name: th.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter].update(step=th.zeros(()), **moments)
+            optimizer.state[parameter].update(step=step, **moments)
 
 
 def _key(engine: GraphEngine, rollout: RolloutBufferFP16, settings: UpdateSettings) -> tuple[Any, ...]:
@@ -148,7 +152,12 @@ def _key(engine: GraphEngine, rollout: RolloutBufferFP16, settings: UpdateSettin
     tensors = [p.data_ptr() for p in group["params"]]
     tensors += [x.data_ptr() for p in group["params"] for x in optimizer.state[p].values()]
     kept = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
-    return fixed, settings.clip_range_vf is None, tuple(shapes.items()), tuple(tensors), repr(kept)
+    mlp = engine.policy.mlp_extractor
+    kinds = [
+        _kind(module) for net in (mlp.policy_net, mlp.value_net) for module in list(cast(nn.Sequential, net))[1::2]
+    ]
+    modules = (type(engine.policy.action_dist), *kinds)
+    return fixed, settings.clip_range_vf is None, tuple(shapes.items()), tuple(tensors), repr(kept), modules
 
 
 class _Activation(NamedTuple):
@@ -160,10 +169,15 @@ class _Activation(NamedTuple):
     """(signal, before, after): the signal is replaced"""
 
 
+def _kind(module: nn.Module) -> tuple[type[nn.Module], float, float, str]:
+    """An activation's class, slopes and way to approximate."""
+    own = module.__dict__
+    slopes = (own.get(name, 0.0) for name in ("negative_slope", "alpha"))
+    return getattr(module, "original", type(module)), *slopes, own.get("approximate", "none")
+
+
 def _activation(module: nn.Module) -> _Activation:
-    kind = getattr(module, "original", type(module))
-    slope, alpha = (module.__dict__.get(name) for name in ("negative_slope", "alpha"))
-    approximate = module.__dict__.get("approximate", "none")
+    kind, slope, alpha, approximate = _kind(module)
     known: dict[type[nn.Module], _Activation] = {
         nn.Tanh: _Activation(
             lambda x, out: th.tanh(x, out=out),
@@ -358,6 +372,8 @@ class _Update:
         self.statistics, self.logs, self.norms = zeros(minibatches, 2), zeros(minibatches, LOGS), zeros(minibatches)
         self.scales, self.coefficients, self.counters = zeros(networks), zeros(networks), zeros(3, dtype=th.int64)
         self.skip, self.stopped = zeros(dtype=th.bool), zeros(dtype=th.bool)
+        scale = self.engine.gradient_scale  # on the device, which no launch may read
+        self.limits = {"floor": scale.floor.tolist(), "ceiling": scale.ceiling.tolist()}
         self.counts = zeros(3, dtype=th.int64)
         outputs = self.networks[0][-1].weight.shape[0]
         self.loss_room = zeros(self.module.loss_workspace(self.batch, outputs), dtype=th.uint8)
@@ -482,7 +498,6 @@ class _Update:
         }
 
     def _norm(self, number: int) -> dict[str, Any]:
-        scale = self.engine.gradient_scale
         tensors = {
             "scales": self.scales,
             "coefficients": self.coefficients,
@@ -491,26 +506,23 @@ class _Update:
             "stopped": self.stopped,
             "counters": self.counters,
         }
-        limits = {"floor": scale.floor.tolist(), "ceiling": scale.ceiling.tolist()}
         addresses = {name: x.data_ptr() for name, x in tensors.items()}
-        return {**addresses, **limits, "max_norm": self.settings.max_grad_norm}
+        return {**addresses, **self.limits, "max_norm": self.settings.max_grad_norm}
 
     def _capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """A function that runs all of ``work``'s launches."""
         if self.device.type != "cuda":
             return work
         # Libraries prepare themselves at their first call, which no graph may hold: a rehearsal in which every
-        # minibatch counts as stopped, so that nothing is written.
+        # minibatch counts as stopped, so that nothing is written. On the stream where the policy has acted: each
+        # stream that products run on keeps a workspace of cuBLAS's, 32 MiB on large devices.
         self.stopped.fill_(True)
-        side = th.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(th.cuda.current_stream(self.device))
-        with th.cuda.stream(side):
-            for count in {self.batch, self.samples % self.batch or self.batch}:
-                self._launch(0, 0, count)
-            self._call(self.module.statistics, self._statistics())
-        th.cuda.current_stream(self.device).wait_stream(side)
-        graph = th.cuda.CUDAGraph()
-        with th.cuda.graph(graph):
+        for count in {self.batch, self.samples % self.batch or self.batch}:
+            self._launch(0, 0, count)
+        self._call(self.module.statistics, self._statistics())
+        graph, stream = th.cuda.CUDAGraph(), _capture_stream(self.device)
+        # torch's own stream for captures is on the device that was current first; other threads may use the device.
+        with th.cuda.device(self.device), th.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
@@ -541,7 +553,7 @@ class _Update:
 
     def _upload(self, rollout: RolloutBufferFP16, settings: UpdateSettings) -> None:
         for name, x in self._arrays(rollout).items():
-            self.rollout[name].copy_(x, non_blocking=True)
+            self.rollout[name].copy_(x)  # which waits: some of these arrays are gone when this returns
         scale = self.engine.gradient_scale
         self.scales.copy_(scale.scales)
         self.counters.copy_(th.stack([scale.good_steps, scale.skipped_steps, scale.skips_at_floor]))
@@ -601,6 +613,12 @@ class _Update:
             "gradients": size(list(self.weights.gradients.values())),
             "activations and signals": size([*buffers.values(), self.observations]),
         }
+
+
+@cache
+def _capture_stream(device: th.device) -> th.cuda.Stream:
+    """The same for all graphs of a device, as their libraries' workspaces stay with it."""
+    return th.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _tensor(array: Any) -> Tensor:
