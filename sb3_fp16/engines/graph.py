@@ -544,8 +544,8 @@ class _Update:
             with _full_sums():
                 self._replay()
             epochs += self.epochs
-            logs.append(self.logs.cpu())
-            norms.append(self.norms.cpu())
+            logs.append(self.logs.to("cpu", copy=True))
+            norms.append(self.norms.to("cpu", copy=True))
             if settings.target_kl is not None and self.stopped:
                 break
         self._download()
