@@ -63,7 +63,7 @@ cpu = Pybind11Extension(
 
 # The linked runtime is static and torch is not needed, so that one binary serves every torch and imports anywhere.
 GENERATIONS = (75, 80, 90, 100, 120)
-NVCC_FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+NVCC_FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-Xfatbin=-compress-all", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 cuda = Pybind11Extension(
     "sb3_fp16._cuda",
     ["cuda/bindings.cpp"],

@@ -204,6 +204,7 @@ def times_of(shape: Shape, repeats: int, device: Device) -> list[Row]:
     sb3 = made("sb3", shape, device)
     for model in (*models.values(), sb3):  # captures, and warms up
         model.train()
+    assert all(map(captures, models.values())), "an update was left to torch"
     whole = timed([model.train for model in models.values()], repeats, device)
     replays = timed([replay_of(model) for model in models.values()], repeats, device)
     of_sb3 = timed([models["fp32"].train, sb3.train], min(repeats, REPEATS_OF_SB3), device)

@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from sb3_fp16 import PPOFP16, __version__, zoo
 from sb3_fp16.engines.native_plan import BUILT, MISSING
+from sb3_fp16.kernels import MODULES
 
 PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "gymnasium", "torch", "numpy")
 
@@ -40,10 +41,12 @@ def engines() -> list[str]:
     else:
         native = f"missing: {MISSING}"
     cuda = th.cuda.get_device_name() if th.cuda.is_available() else "none that torch can use"
+    kernels = "available" if "cuda" in MODULES else "missing: install CUDA's nvcc and reinstall with SB3_FP16_CUDA=1"
     return [
         "eager engine        available",
         f"native CPU engine   {native}",
         f"CUDA device         {cuda}",
+        f"CUDA kernels        {kernels}",
         f"RL Zoo              {zoo.status()}",
     ]
 

@@ -10,7 +10,16 @@ from sb3_fp16 import __main__ as diagnosis
 
 def test_the_diagnosis_names_versions_engines_and_passes_its_test():
     done = subprocess.run([sys.executable, "-m", "sb3_fp16"], capture_output=True, text=True, check=True)
-    for part in ("sb3_fp16 ", "stable_baselines3", "native CPU engine", "CUDA device", "fp16 ", "error"):
+    for part in (
+        "sb3_fp16 ",
+        "stable_baselines3",
+        "native CPU engine",
+        "CUDA device",
+        "CUDA kernels",
+        "RL Zoo",
+        "fp16 ",
+        "error",
+    ):
         assert part in done.stdout, part
     assert done.stderr == ""
 

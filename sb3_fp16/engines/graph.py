@@ -88,6 +88,7 @@ class GraphEngine(EagerEngine):
         self.recorded = 0
         """How many graphs were captured."""
         self._update: _Update | None = None
+        self._failure: str | None = None
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,25 +96,33 @@ class GraphEngine(EagerEngine):
 
     def update(self, rollout: RolloutBuffer, settings: UpdateSettings) -> UpdateStats:
         """See ``Engine.update``."""
-        reason = why_no_graph(self.policy)
+        reason = self._failure or why_no_graph(self.policy)
         if reason is None and not is_ours(rollout, self.policy):
             reason = "the rollout is not complete, or not as RolloutBufferFP16 keeps it"
         behaviour: tuple[Any, ...] = getattr(rollout, "behaviour", None) or ()
         if reason is None and len(behaviour) == 2 and behaviour[1].ndim == 3:
             return super().update(rollout, settings)  # a callback has changed log_std within the rollout
-        if reason is not None:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"The graph engine leaves updates to torch: {reason}.", stacklevel=2)
-            return super().update(rollout, settings)
-        assert isinstance(rollout, RolloutBufferFP16)
+        update = None if reason is not None else self._update_for(cast(RolloutBufferFP16, rollout), settings)
+        if update is not None:
+            return update.run(cast(RolloutBufferFP16, rollout), settings)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"The graph engine leaves updates to torch: {reason or self._failure}.", stacklevel=2)
+        return super().update(rollout, settings)
+
+    def _update_for(self, rollout: RolloutBufferFP16, settings: UpdateSettings) -> "_Update | None":
+        """The last one, or where it was made for something else, a new one; None if none can be made."""
         _make_state(self.optimizer)
         key = _key(self, rollout, settings)
         if self._update is None or self._update.key != key:
             self._update = None  # its memory first
-            self._update = _Update(self, rollout, settings, key)
+            try:
+                self._update = _Update(self, rollout, settings, key)
+            except RuntimeError as problem:  # no memory for its buffers, or a call that no graph can hold
+                self._failure = f"no graph could be made: {problem}"
+                return None
             self.recorded += 1
-        return self._update.run(rollout, settings)
+        return self._update
 
     def workspace(self) -> dict[str, int]:
         """See ``Engine.workspace``, in 4-byte numbers."""
@@ -533,8 +542,8 @@ class _Update:
             with _full_sums():
                 self._replay()
             epochs += self.epochs
-            logs.append(self.logs.cpu())
-            norms.append(self.norms.cpu())
+            logs.append(self.logs.to("cpu", copy=True))
+            norms.append(self.norms.to("cpu", copy=True))
             if settings.target_kl is not None and self.stopped:
                 break
         self._download()

@@ -1,6 +1,7 @@
 """The kernels of cuda/ in the simulator, with the Python interface that they have on a device."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import sysconfig
@@ -33,7 +34,8 @@ def build(folder: Path, *flags: str) -> None:
 @pytest.fixture(scope="session")
 def simulated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("simulated")
-    build(folder)
+    sanitized = os.environ.get("SB3_FP16_SANITIZE") == "1"  # make sanitize
+    build(folder, *(["-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if sanitized else []))
     spec = importlib.util.spec_from_file_location("_simulated", folder / "_simulated.so")
     module = importlib.util.module_from_spec(spec)
     sys.modules["_simulated"] = module

@@ -226,11 +226,16 @@ def test_each_update_draws_its_minibatches_as_the_reference_does(toy, on_cpu):
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_target_kl_stops_alike(toy, precision, on_cpu):
-    settings = {"precision": precision, "n_steps": 320, "target_kl": 0.002, "learning_rate": 2e-3}
+    settings = {"precision": precision, "n_steps": 320, "n_epochs": 10, "target_kl": 0.002, "learning_rate": 2e-3}
     before, eager, graph = both(toy, **settings)
-    assert 0 < eager._n_updates < 10
+    assert 1 < eager._n_updates < 10
     assert eager._n_updates == graph._n_updates
     agree(before, eager, graph)
+    for model in (eager, graph):  # a stop ends one update, and not the next
+        np.random.seed(1)
+        model.train()
+    assert math.isfinite(logged(graph)["train/approx_kl"])
+    assert eager._n_updates == graph._n_updates
 
 
 def test_overflow_skips_alike(toy, on_cpu):
@@ -292,6 +297,19 @@ def test_why_another_engine_serves(toy, settings, reason, on_cpu):
     with pytest.warns(UserWarning, match="The graph engine leaves updates to torch"):
         model.learn(64 if model.n_steps <= 64 else 1)
     assert model._n_updates > 0
+
+
+def test_where_no_graph_can_be_made_torch_goes_on(toy, on_cpu, monkeypatch):
+    model = collected(PPOFP16, toy(), n_steps=64)
+    model.use_engine(GraphEngine(model.policy, model.batch_size))
+    with monkeypatch.context() as patch:
+        patch.setattr("sb3_fp16.engines.graph._Update._capture", lambda *_: (_ for _ in ()).throw(RuntimeError("full")))
+        with pytest.warns(UserWarning, match="no graph could be made: full"):
+            model.train()
+    before = model.policy.parameters_to_vector()
+    model.train()  # without another try, or another warning
+    assert model.engine.recorded == 0
+    assert (model.policy.parameters_to_vector() != before).any()
 
 
 def test_other_heads_and_devices_have_their_reason(toy, on_cpu, monkeypatch):

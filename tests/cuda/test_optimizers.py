@@ -17,15 +17,18 @@ SHAPES = [(33, 40), (40,), (17, 64), (6, 33), (6,), (1,), (1, 70), (5, 8), (2, 3
 MODES = list(itertools.product(SHARING, WRITEBACK, ROOT_ROUNDING))
 
 
-def trained(dtype, seed=0, steps=4, shapes=SHAPES, scale=3.0, device="cpu", **settings):
-    """Parameters and optimizer after some steps on drawn gradients, the third of them skipped."""
+def trained(dtype, seed=0, steps=4, shapes=SHAPES, scale=3.0, rows=(), device="cpu", **settings):
+    """Parameters and optimizer after some steps on drawn gradients, the third skipped; ``rows`` are factors of rows."""
     generator = th.Generator().manual_seed(seed)
     drawn = [(th.randn(shape, generator=generator) * 0.1).to(dtype) for shape in shapes]
     parameters = [x.to(device).requires_grad_() for x in drawn]
     optimizer = SHARP(parameters, lr=1e-2, seed=5, **settings)
     for step in range(steps):
         for parameter in parameters:
-            parameter.grad = (th.randn(parameter.shape, generator=generator) * scale).to(dtype).to(device)
+            gradient = th.randn(parameter.shape, generator=generator) * scale
+            for row, factor in enumerate(rows[: len(gradient)] if parameter.ndim > 1 else ()):
+                gradient[row] *= factor
+            parameter.grad = gradient.to(dtype).to(device)
         coefficients = th.rand(len(parameters), generator=generator).to(device)
         optimizer.step(coefficient=coefficients, skip=th.tensor(step == 2, device=device))
     return parameters, optimizer
@@ -87,6 +90,11 @@ def test_every_mode_in_fp16(sharing, writeback, root_rounding, on_cpu, monkeypat
 )
 def test_formats_and_settings(dtype, extra, seed, sharing, on_cpu, monkeypatch):
     compare(dtype, on_cpu, monkeypatch, seed=seed, sharing=sharing, **extra)
+
+
+@pytest.mark.parametrize("sharing", ["row", "rank1"])
+def test_rows_far_from_their_layer_are_clipped(sharing, on_cpu, monkeypatch):
+    compare(th.float16, on_cpu, monkeypatch, sharing=sharing, rows=(300.0, 1e-3), writeback="nearest")
 
 
 @pytest.mark.parametrize("order", range(4))
