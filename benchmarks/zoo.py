@@ -97,7 +97,8 @@ def new_environment(folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     programs = folder / "venv" / "bin"
     pip = [programs / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
-    subprocess.run([*map(str, pip), f"{copy_of_tree(folder)}[zoo]"], check=True)
+    environment = {**os.environ, "SB3_FP16_CUDA": "0"}  # kernels take a while to compile, and no command here has a use
+    subprocess.run([*map(str, pip), f"{copy_of_tree(folder)}[zoo]"], env=environment, check=True)
     return programs
 
 

@@ -333,7 +333,9 @@ class Light:
     def pip(self, *arguments: object) -> None:
         pip = [sys.executable, "-m", "pip", "--python", self.programs / "python", "--quiet"]
         # The native engine takes a minute to build, and is not what these tests are about.
-        subprocess.run([*map(str, [*pip, *arguments])], env={**os.environ, "SB3_FP16_CPU": "0"}, check=True)
+        subprocess.run(
+            [*map(str, [*pip, *arguments])], env={**os.environ, "SB3_FP16_CPU": "0", "SB3_FP16_CUDA": "0"}, check=True
+        )
 
     def python(self, code: str, **environment: str) -> str:
         done = self.run(f'python -c "{code}"', **environment)
@@ -349,7 +351,9 @@ def wheel(tmp_path_factory):
     """The sources as a wheel, without the native engine."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder]
-    subprocess.run([*build, copy_of_tree(folder)], env={**os.environ, "SB3_FP16_CPU": "0"}, check=True)
+    subprocess.run(
+        [*build, copy_of_tree(folder)], env={**os.environ, "SB3_FP16_CPU": "0", "SB3_FP16_CUDA": "0"}, check=True
+    )
     return next(folder.glob("*.whl"))
 
 
