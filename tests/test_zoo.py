@@ -293,9 +293,10 @@ def test_two_workers_complete_one_study_and_prune(programs, tmp_path):
     for output, trials in zip(outputs, done, strict=True):
         assert output.returncode == 0, output.stdout
         assert trials, output.stdout
-        # The second trial of each meets a reward that is no number; the later ones are worse than the first.
-        assert "reward" in output.stdout, output.stdout
-        assert "Sampled hyperparams:" in output.stdout, output.stdout
+    # A worker's second trial meets a reward that is no number; one worker at least has come that far.
+    said = "".join(output.stdout for output in outputs)
+    assert "reward is nan" in said, said
+    assert "Sampled hyperparams:" in said, said
     assert not done[0] & done[1]
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / "study.log")))
     trials = optuna.load_study(study_name="shared", storage=storage).trials
