@@ -1,7 +1,6 @@
 """The simulator of CUDA kernels finds planted errors, and nothing in right kernels. The kernels: simt_cases.cpp."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,11 +10,6 @@ HERE = Path(__file__).parent
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
-
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed"),
-    pytest.mark.xdist_group("simt"),  # of pytest-xdist: each program is compiled once
-]
 
 RIGHT = [
     "sums of odd sizes",
