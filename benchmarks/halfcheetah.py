@@ -5,17 +5,15 @@ Resumable: runs that are in the results file are not repeated. ``python -m bench
 """
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.runner import PAPER_SETTINGS, RESULTS, make_model, pyplot, read_csv, train, versions, write_csv
+from benchmarks.runner import PAPER_SETTINGS, RESULTS, make_model, pyplot, run_missing, train, versions
+from benchmarks.timing import Row
 
 ENV, STEPS, EVERY = "HalfCheetah-v5", 51_200, 4_096
 METHODS, SEEDS = ("sb3", "fp32", "fp16", "paper"), (0, 1, 2)
@@ -23,7 +21,7 @@ NAMES = {"sb3": "SB3's PPO", "fp32": "PPOFP16 `fp32`", "fp16": "PPOFP16 `fp16`",
 FILE = RESULTS / "halfcheetah.csv"
 
 
-def run(method: str, seed: int) -> dict[str, Any]:
+def run(method: str, seed: int) -> Row:
     """One training run as one row."""
     model = make_model(method, ENV, seed, **PAPER_SETTINGS)
     evaluations, _ = train(model, ENV, seed, STEPS, EVERY)
@@ -42,17 +40,9 @@ def run(method: str, seed: int) -> dict[str, Any]:
 def main() -> None:
     """Run what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
-    rows: list[dict[str, Any]] = list(read_csv(FILE))
-    done = {(row["method"], int(row["seed"])) for row in rows}
-    with ProcessPoolExecutor(parser.parse_args().jobs, get_context("spawn")) as pool:
-        missing = [pool.submit(run, m, s) for m, s in product(METHODS, SEEDS) if (m, s) not in done]
-        for finished in as_completed(missing):
-            rows.append(finished.result())
-            rows.sort(key=lambda row: (METHODS.index(row["method"]), int(row["seed"])))
-            write_csv(FILE, rows)
-            print(f"{len(rows)} of {len(METHODS) * len(SEEDS)} runs", flush=True)
-    print(table(rows))
+    parser.add_argument("--jobs", type=int, help="runs at a time; one per core by default")
+    jobs = parser.parse_args().jobs
+    print(table(run_missing(FILE, ("method", "seed"), list(product(METHODS, SEEDS)), run, jobs)))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -6,9 +6,11 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +23,8 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_fp16 import PPOFP16
+from benchmarks.timing import Row
+from sb3_fp16 import PPOFP16, Precision
 from sb3_fp16.buffers import RolloutBufferFP16
 
 RESULTS = Path(__file__).parent / "results"
@@ -97,11 +100,11 @@ class UpdateTimes(BaseCallback):
         return True
 
 
-def make_model(method: str, env: str | VecEnv, seed: int, **settings: Any) -> PPO:
+def make_model(method: str | Precision, env: str | VecEnv, seed: int, **settings: Any) -> PPO:
     """
     An untrained model.
 
-    :param method: ``sb3`` for SB3's own PPO, else the precision of PPOFP16
+    :param method: ``sb3`` for SB3's own PPO, else the precision of PPOFP16, a preset's name or its definition
     :param env: task, or environments of it
     :param seed: of the run
     :param settings: PPO's arguments
@@ -130,6 +133,36 @@ def train(
     times, evaluations = UpdateTimes(), Evaluations(env_id, seed, every, episodes)
     model.learn(steps, callback=CallbackList([times, evaluations]), progress_bar=progress_bar)
     return evaluations, times
+
+
+def run_missing(
+    file: Path, columns: Sequence[str], wanted: Sequence[tuple[Any, ...]], run: Callable[..., Row], jobs: int | None
+) -> list[Row]:
+    """
+    Runs that a results file lacks, each a row of it as soon as it has finished; those in it are not repeated.
+
+    :param file: with one row per run
+    :param columns: what names a run, the arguments of ``run``
+    :param wanted: their values, in the order that runs start and rows are kept in
+    :param run: gives a row; importable, as other processes call it
+    :param jobs: processes; one per core by default
+    :return: all rows
+    """
+    order = {tuple(map(str, values)): place for place, values in enumerate(wanted)}
+
+    def place(row: Row) -> int:
+        return order.get(tuple(str(row[column]) for column in columns), len(order))
+
+    rows: list[Row] = list(read_csv(file))
+    done = {place(row) for row in rows}
+    with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn")) as pool:
+        missing = [pool.submit(run, *values) for number, values in enumerate(wanted) if number not in done]
+        for finished in as_completed(missing):
+            rows.append(finished.result())
+            rows.sort(key=place)
+            write_csv(file, rows)
+            print(f"{len(rows)} of {len(wanted)} runs", flush=True)
+    return rows
 
 
 def pyplot() -> Any:
