@@ -16,6 +16,7 @@ import torch as th
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import DiagGaussianDistribution
+from stable_baselines3.common.utils import LinearSchedule
 
 from benchmarks.runner import PAPER_SETTINGS, RESULTS, Evaluations, make_model, run_missing, versions
 from benchmarks.timing import Array, Row
@@ -35,7 +36,7 @@ class Arm(NamedTuple):
 
     :param differs: from ``fp16``, in words
     :param precision: a preset, or ``fp16`` with one factor changed
-    :param learning_rate: of Adam or SHARP
+    :param learning_rate: of Adam or SHARP at the start, annealed linearly to 0 as in the paper's runs
     """
 
     differs: str
@@ -145,7 +146,7 @@ def unpack(text: str) -> Array:
 def run(env_id: str, arm: str, seed: int) -> Row:
     """One training run as one row."""
     th.set_num_threads(1)
-    settings = PAPER_SETTINGS | {"learning_rate": ARMS[arm].learning_rate}
+    settings = PAPER_SETTINGS | {"learning_rate": LinearSchedule(ARMS[arm].learning_rate, 0.0, 1.0)}
     model = make_model(ARMS[arm].precision, env_id, seed, **settings)
     watch, evaluations = _Watch(probes(env_id)), Evaluations(env_id, seed, EVERY, EPISODES)
     model.learn(STEPS, callback=[watch, evaluations])
