@@ -159,7 +159,7 @@ def run(env_id: str, arm: str, seed: int) -> Row:
         "return_auc": round(evaluations.area_under_curve(), 2),
         "final_return": round(evaluations.points[-1][1], 2),
         "stuck_fraction": round(float(np.mean(stuck)), 4),
-        "stuck_fraction_last": round(stuck[-1], 4),
+        "stuck_fraction_late": round(float(np.mean(stuck[-10:-1])), 4),  # the last learning rate is 0
         "skipped_steps": int(sum(skipped)),
         "saturated": int(sum(saturated)),
         "curve": " ".join(f"{step}:{value:.1f}" for step, value in evaluations.points),
