@@ -25,8 +25,11 @@ from sb3_fp16.residuals import (
     Behaviour,
     GaussianBehaviour,
     LogitsBehaviour,
+    bernoulli_kl,
     bernoulli_log_ratio,
+    categorical_kl,
     categorical_log_ratio,
+    gaussian_kl,
     gaussian_log_prob,
     gaussian_log_ratio,
 )
@@ -51,6 +54,15 @@ class ResidualDistribution(Protocol):
         :param actions: as stored, shape (batch, dims)
         :param behaviour: parameters of the policy that acted
         :return: FP32, shape (batch,)
+        """
+        ...
+
+    def kl(self, behaviour: Behaviour) -> Tensor:
+        """
+        KL(π₀‖π) from a behaviour policy, in closed form.
+
+        :param behaviour: parameters of the policy that acted
+        :return: FP64, shape (batch,)
         """
         ...
 
@@ -182,6 +194,10 @@ class DiagGaussianFP16(_Copyable, DiagGaussianDistribution):
             self.mean, self.log_std, actions, GaussianBehaviour(*behaviour), _two_sum_format(self.precision)
         )
 
+    def kl(self, behaviour: Behaviour) -> Tensor:
+        """See ``ResidualDistribution``."""
+        return gaussian_kl(self.mean.double(), self.log_std.double(), GaussianBehaviour(*map(Tensor.double, behaviour)))
+
 
 class StateDependentNoiseFP16(_Copyable, StateDependentNoiseDistribution):
     """
@@ -268,6 +284,10 @@ class StateDependentNoiseFP16(_Copyable, StateDependentNoiseDistribution):
             self.mean, self.log_std, actions, GaussianBehaviour(*behaviour), _two_sum_format(self.precision)
         )
 
+    def kl(self, behaviour: Behaviour) -> Tensor:
+        """See ``ResidualDistribution``."""
+        return gaussian_kl(self.mean.double(), self.log_std.double(), GaussianBehaviour(*map(Tensor.double, behaviour)))
+
 
 class CategoricalFP16(_Discrete, CategoricalDistribution):
     """
@@ -307,6 +327,10 @@ class CategoricalFP16(_Discrete, CategoricalDistribution):
         """See ``ResidualDistribution``."""
         return categorical_log_ratio(self.logits, actions.flatten(), behaviour[0])
 
+    def kl(self, behaviour: Behaviour) -> Tensor:
+        """See ``ResidualDistribution``."""
+        return categorical_kl(self.logits.double(), behaviour[0].double())
+
 
 class MultiCategoricalFP16(_Discrete, MultiCategoricalDistribution):
     """Several independent choices; their logits lie side by side."""
@@ -334,6 +358,11 @@ class MultiCategoricalFP16(_Discrete, MultiCategoricalDistribution):
         heads = zip(self._heads(self.logits), actions.unbind(dim=1), self._heads(behaviour[0]), strict=True)
         return th.stack([categorical_log_ratio(*head) for head in heads]).sum(dim=0)
 
+    def kl(self, behaviour: Behaviour) -> Tensor:
+        """See ``ResidualDistribution``: Σ over the choices."""
+        heads = zip(self._heads(self.logits.double()), self._heads(behaviour[0].double()), strict=True)
+        return th.stack([categorical_kl(*head) for head in heads]).sum(dim=0)
+
 
 class BernoulliFP16(_Discrete, BernoulliDistribution):
     """Independent yes-or-no choices."""
@@ -356,3 +385,7 @@ class BernoulliFP16(_Discrete, BernoulliDistribution):
     def log_ratio(self, actions: Tensor, behaviour: Behaviour) -> Tensor:
         """See ``ResidualDistribution``: Σ over the choices."""
         return bernoulli_log_ratio(self.logits, actions, behaviour[0])
+
+    def kl(self, behaviour: Behaviour) -> Tensor:
+        """See ``ResidualDistribution``: Σ over the choices."""
+        return bernoulli_kl(self.logits.double(), behaviour[0].double())

@@ -75,7 +75,7 @@ class PPOFP16(PPO):
         finally:
             vars(self).update(given)
         self._original_policy.complete()
-        self._update_settings()  # unusable ones are named here, not after the first rollout
+        self.update_settings()  # unusable ones are named here, not after the first rollout
         if isinstance(self.policy.optimizer, SHARP):
             for group in self.policy.optimizer.param_groups:
                 group["state_scale"] = state_scale_for(self.max_grad_norm) if self.precision.has_short_exponent else 1.0
@@ -199,14 +199,15 @@ class PPOFP16(PPO):
         """
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        settings = self._update_settings()
+        settings = self.update_settings()
         stats = self.engine.update(self.rollout_buffer, settings)
         self._n_updates += stats.epochs
         if stats.stopped_at_kl is not None and self.verbose >= 1:
             print(f"Early stopping at step {stats.epochs - 1} due to reaching max kl: {stats.stopped_at_kl:.2f}")
         self._log_update(stats, settings)
 
-    def _update_settings(self) -> UpdateSettings:
+    def update_settings(self) -> UpdateSettings:
+        """Hyperparameters of an update now, schedules resolved."""
         progress = self._current_progress_remaining
         return UpdateSettings(
             learning_rate=self.lr_schedule(progress),

@@ -319,6 +319,50 @@ def clip_fraction(d: Tensor, clip_range: float) -> Tensor:
     return ((d > upper) | (d < lower)).float().mean()
 
 
+def gaussian_kl(mean: Tensor, log_std: Tensor, behaviour: GaussianBehaviour) -> Tensor:
+    """
+    KL(π₀‖π) of diagonal Gaussians in closed form: Σ_j Δl + ½expm1(−2Δl) + ½(q(1 + t))², with the q and t of the
+    log-ratio (paper Sec. 3.2); nothing cancels, however near the two are.
+
+    :param mean: μ, shape (batch, dims)
+    :param log_std: l, shape (dims,) or (batch, dims)
+    :param behaviour: μ₀ and l₀
+    :return: the arguments' format, shape (batch,)
+    """
+    dl = log_std - behaviour.log_std
+    shift = (mean - behaviour.mean) * th.exp(-log_std)  # q(1 + t)
+    series = dl.square() * (1 - 2 / 3 * dl + 1 / 3 * dl.square())
+    spread = th.where(dl.abs() < 0.01, series, dl + 0.5 * th.expm1(-2 * dl))
+    return (spread + 0.5 * shift.square()).sum(dim=-1)
+
+
+def categorical_kl(logits: Tensor, logits0: Tensor) -> Tensor:
+    """
+    KL(p₀‖p) of categorical distributions in closed form: log1p(Σ_k p₀_k(expm1(x_k) − x_k)), x the change of the
+    logits less its mean under p₀. All terms are positive.
+
+    :param logits: shape (batch, choices)
+    :param logits0: of the behaviour policy, same shape
+    :return: the arguments' format, shape (batch,)
+    """
+    p0 = logits0.softmax(dim=-1)
+    change = (logits - logits0).where(p0 > 0, 0.0)  # a masked action has no probability in either
+    x = change - (p0 * change).sum(dim=-1, keepdim=True)
+    return th.log1p((p0 * (th.expm1(x) - x)).sum(dim=-1))
+
+
+def bernoulli_kl(logits: Tensor, logits0: Tensor) -> Tensor:
+    """
+    KL(p₀‖p) of independent Bernoulli variables: each is a choice between the logits 0 and ``logits``.
+
+    :param logits: shape (batch, dims)
+    :param logits0: of the behaviour policy, same shape
+    :return: the arguments' format, shape (batch,)
+    """
+    pair, pair0 = (th.stack([th.zeros_like(x), x], dim=-1) for x in (logits, logits0))
+    return categorical_kl(pair, pair0).sum(dim=-1)
+
+
 def approx_kl(d: Tensor) -> Tensor:
     """
     mean(e^d − 1 − d) ≥ 0, the estimator SB3 logs and stops on, without cancellation at small d.

@@ -71,7 +71,7 @@ def test_gradients_match_float64(toy, precision, action_space):
         for p in policy.parameters():
             p += 0.03 * th.randn(p.shape, generator=generator).half()
     batch = next(model.rollout_buffer.get(64))
-    losses = engine._losses(batch, model._update_settings())
+    losses = engine._losses(batch, model.update_settings())
     (losses.per_network * engine.gradient_scale.scales).sum().backward()
     scale_of = {
         id(p): s for s, net in zip(engine.gradient_scale.scales, policy.networks.values(), strict=True) for p in net
@@ -118,7 +118,7 @@ def test_first_minibatch_sees_an_unchanged_policy(toy, precision):
     """BLAS may round differently for another batch size, so d is what two units of the mean cause, at most."""
     model = collected(PPOFP16, toy(), precision=precision, n_steps=512)
     batch = next(model.rollout_buffer.get(512))
-    d, _, _ = model.engine._evaluate(batch)
+    d, _, _ = model.engine.evaluate(batch)
     mean0, log_std0 = (x.float() for x in batch.behaviour)
     z0 = ((batch.actions - mean0) * th.exp(-log_std0)).abs()
     unit = 2.0 ** (th.frexp(mean0.abs().clamp_min(2.0**-14))[1].float() - 11)

@@ -28,6 +28,13 @@ ROWS = (
     {"saving"},
     {"ppo"},
     {"__init__"},
+    {"audit.statistics", "audit.twin"},
+    {"audit.sticking", "audit.optimizer", "audit.mismatch"},
+    {"audit.ranges"},
+    {"audit.report"},
+    {"audit.pictures"},
+    {"audit.callback", "audit.__main__"},
+    {"audit"},
     {"zoo"},
     {"__main__"},
 )

@@ -193,7 +193,7 @@ def test_naive_half_precision_is_pytorchs_own(toy, recorder):
     model.learn(64)
     batch = next(model.rollout_buffer.get(64))
     assert batch.old_log_prob.dtype == th.float16
-    losses = model.engine._losses(batch, model._update_settings())
+    losses = model.engine._losses(batch, model.update_settings())
     with th.no_grad():
         dist = model.policy.get_distribution(batch.observations)
         mean, log_std, a = dist.mean.half(), model.policy.log_std, batch.actions.half()

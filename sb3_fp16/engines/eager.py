@@ -128,7 +128,7 @@ class EagerEngine:
 
     def _losses(self, batch: Minibatch | RolloutBufferSamples, settings: UpdateSettings) -> _Losses:
         """Forward pass: module A's statistics, module B's log-ratio, PPO's objective, all in FP32."""
-        d, values, entropy = self._evaluate(batch)
+        d, values, entropy = self.evaluate(batch)
         advantages, returns, old_values = batch.advantages, batch.returns, batch.old_values
         if self.policy.precision.global_scalars:
             advantages, returns, old_values = advantages.float(), returns.float(), old_values.float()
@@ -151,7 +151,7 @@ class EagerEngine:
             d = d.float()
             return _Losses(per_network, policy, value, entropy, clip_fraction(d, settings.clip_range), approx_kl(d))
 
-    def _evaluate(self, batch: Minibatch | RolloutBufferSamples) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate(self, batch: Minibatch | RolloutBufferSamples) -> tuple[Tensor, Tensor, Tensor]:
         """Log-ratio d, values and entropy, FP32, shape (batch,) each."""
         if isinstance(batch, Minibatch) and batch.behaviour is not None:
             distribution, values = self.policy.evaluate(batch.observations)
