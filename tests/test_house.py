@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "sb3_fp16"
 
 # Each room may import from the rows above it, and `engines` inside itself.
 ROWS = (
+    {"audit", "audit.statistics"},
     {"rounding", "kernels"},
     {"precision"},
     {"scalars", "residuals", "sharp"},

@@ -1,0 +1,1 @@
+"""What the precision does to a run."""
