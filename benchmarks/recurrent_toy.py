@@ -380,15 +380,12 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 4), layout="constrained")
     for colour, (name, condition) in enumerate(CONDITIONS.items()):
         of_condition = [row for row in rows if row["condition"] == name]
-        if not of_condition:
-            continue
-        numeric = [key for key in of_condition[0] if key != "condition" and key not in versions()]
-        column = {key: np.array([float(row[key]) for row in of_condition]) for key in numeric}
-        horizons = column["horizon"]
-        uncorrelated = np.sqrt(column["predicted_rms"] ** 2 - column["predicted_mean"] ** 2)
-        for axes, key, predicted in ((left, "mean", -column["cumulative_kl"]), (right, "std", uncorrelated)):
-            axes.plot(horizons, column[key], "o", color=f"C{colour}", markersize=4, label=condition.name)
-            axes.fill_between(horizons, column[f"{key}_low"], column[f"{key}_high"], color=f"C{colour}", alpha=0.2)
+        horizons, mean, rms = (_numbers(of_condition, key) for key in ("horizon", "predicted_mean", "predicted_rms"))
+        predictions = {"mean": -_numbers(of_condition, "cumulative_kl"), "std": np.sqrt(rms**2 - mean**2)}
+        for axes, (key, predicted) in zip((left, right), predictions.items(), strict=True):
+            low, value, high = (_numbers(of_condition, key + end) for end in ("_low", "", "_high"))
+            axes.plot(horizons, value, "o", color=f"C{colour}", markersize=4, label=condition.name)
+            axes.fill_between(horizons, low, high, color=f"C{colour}", alpha=0.2)
             axes.plot(horizons, predicted, "--", color=f"C{colour}", linewidth=1)
     left.set(ylabel="E[S]; dashed: −Σ KL", xlabel="T, tokens")
     left.set_xscale("log", base=2)
@@ -400,6 +397,10 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     right.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]], key: str) -> Array:
+    return np.array([float(row[key]) for row in rows])
 
 
 def measure(name: str, seeds: Sequence[int], responses: int, tokens: int, size: Size | None = None) -> Scored:
