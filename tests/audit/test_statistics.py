@@ -57,7 +57,7 @@ def test_gaussian_of_known_shift(shift):
 
 def test_small_ratios_do_not_cancel():
     steps = StepStatistics.of(np.full(10, 1e-9))
-    assert steps.k3 == pytest.approx(5e-19, rel=1e-6)
+    assert steps.k3 == pytest.approx(5e-19, rel=1e-6, abs=0)
     assert StepStatistics.of(np.float32([1e-9])).k3 > 0
 
 
@@ -177,6 +177,12 @@ def test_covariance_share_of_an_autoregression(phi):
     lags = np.arange(1, steps)
     share = 1 + 2 * ((1 - lags / steps) * phi**lags).sum()
     assert row.covariance_share == pytest.approx(share, rel=0.05)
+
+
+def test_covariance_share_is_no_matter_of_drift_or_of_unequal_steps():
+    """Var(S) = 4 of steps with variances 4 and 0, whose means differ."""
+    (row,) = sequence_statistics([[1.0, 10.0], [5.0, 10.0]], [2], resamples=10)
+    assert row.covariance_share == 1
 
 
 def test_identical_implementations_are_exactly_zero():
