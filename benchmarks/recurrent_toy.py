@@ -234,14 +234,15 @@ def respond(
     vocabulary, width = weights.embedding.shape
     read = th.from_numpy(rng.integers(vocabulary, size=responses))
     mine = theirs = th.zeros(responses, width)
-    steps = []
-    for _ in range(tokens):
+    # Allocated at once: what is kept of every step, between blocks of 8 MB that are not, would fragment the heap.
+    columns = th.empty(len(Scored._fields), responses, tokens, dtype=th.float64)
+    for token in range(tokens):
         rollout_logits, mine = step(weights, condition, rollout, read, mine)
         trainer_logits, theirs = step(weights, condition, trainer, read, theirs)
         read, scored = sample_and_score(rollout_logits, trainer_logits, th.from_numpy(rng.random((responses, 1))))
         gap = (mine.double() - theirs.double()).norm(dim=1) / mine.double().norm(dim=1)
-        steps.append((*scored, gap))
-    return Scored(*(th.stack(column, dim=1).numpy() for column in zip(*steps, strict=True)))
+        columns[:, :, token] = th.stack((*scored, gap))
+    return Scored(*columns.numpy())
 
 
 def pooled(runs: Sequence[Scored]) -> Scored:
