@@ -6,9 +6,11 @@ Resumable: runs that are in the results file are not repeated. ``python -m bench
 
 import argparse
 import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import gymnasium as gym
 import numpy as np
@@ -18,10 +20,12 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import DiagGaussianDistribution
 from stable_baselines3.common.utils import LinearSchedule
 
-from benchmarks.runner import PAPER_SETTINGS, RESULTS, Evaluations, make_model, run_missing, versions
+from benchmarks.runner import PAPER_SETTINGS, RESULTS, Evaluations, make_model, pyplot, run_missing, versions
 from benchmarks.timing import Array, Row
 from sb3_fp16 import Precision
+from sb3_fp16.audit.statistics import Interval
 
+Rows = Sequence[Mapping[str, Any]]
 ENVS = ("HalfCheetah-v5", "Walker2d-v5", "Hopper-v5")
 SEEDS = tuple(range(8))
 STEPS, EVERY, EPISODES = 204_800, 20_480, 5
@@ -168,14 +172,164 @@ def run(env_id: str, arm: str, seed: int) -> Row:
     }
 
 
+def gaussian_kl(policy: Array, reference: Array) -> float:
+    """
+    Mean KL(reference‖policy) over the probes, closed form.
+
+    :param policy: means and log standard deviations, shape (2, PROBES, action dimensions)
+    :param reference: likewise
+    """
+    (mean, log_std), (mean0, log_std0) = policy, reference
+    ratio = np.exp(2 * (log_std0 - log_std)) + ((mean - mean0) / np.exp(log_std)) ** 2
+    return float((log_std - log_std0 + (ratio - 1) / 2).sum(axis=-1).mean())
+
+
+class Comparison(NamedTuple):
+    """
+    An arm against the reference, over the pairs of task and seed that both have finished.
+
+    :param pairs: how many
+    :param auc: return AUC as a share of the reference's mean of the task, averaged over tasks
+    :param difference: of that share to the reference's, with its interval
+    :param final: difference of final returns likewise
+    :param wins: pairs in which the arm's AUC is higher
+    :param drift: KL from the reference's policy of the same task and seed at the end, median over pairs
+    """
+
+    pairs: int
+    auc: float
+    difference: Interval
+    final: Interval
+    wins: int
+    drift: float
+
+
+def compare(rows: Rows, arm: str, reference: str) -> Comparison | None:
+    """
+    Pair an arm's runs with the reference's.
+
+    Intervals are of a paired bootstrap within each task: differences of one task are resampled among themselves.
+
+    :param rows: of the results file
+    :param arm: key of ``ARMS``
+    :param reference: likewise
+    :return: None where there is no pair
+    """
+    runs = {name: {(r["env"], r["seed"]): r for r in rows if r["arm"] == name} for name in (arm, reference)}
+    pairs = [(env, seed) for env, seed in runs[arm] if (env, seed) in runs[reference]]
+    if not pairs:
+        return None
+
+    def relative(measure: str) -> dict[str, Array]:
+        """Differences by task, as shares of the reference's mean."""
+        differences = {}
+        for env in dict.fromkeys(env for env, _ in pairs):
+            values = [
+                [float(runs[name][pair][measure]) for pair in pairs if pair[0] == env] for name in (arm, reference)
+            ]
+            own, others = np.asarray(values)
+            differences[env] = (own - others) / abs(others.mean())
+        return differences
+
+    auc = relative("return_auc")
+    drifts = [gaussian_kl(*(unpack(runs[name][pair]["policies"])[-1] for name in (arm, reference))) for pair in pairs]
+    return Comparison(
+        pairs=len(pairs),
+        auc=1 + float(np.mean([x.mean() for x in auc.values()])),
+        difference=_stratified(auc),
+        final=_stratified(relative("final_return")),
+        wins=int(sum((x > 0).sum() for x in auc.values())),
+        drift=float(np.median(drifts)),
+    )
+
+
+def _stratified(differences: Mapping[str, Array], resamples: int = 10_000) -> Interval:
+    """Mean over tasks of the mean over seeds, and its 95 % interval."""
+    rng = np.random.default_rng(0)
+    drawn = [x[rng.integers(len(x), size=(resamples, len(x)))].mean(axis=1) for x in differences.values()]
+    low, high = np.quantile(np.mean(drawn, axis=0), [0.025, 0.975])
+    return Interval(float(np.mean([x.mean() for x in differences.values()])), float(low), float(high))
+
+
+def table(rows: Rows) -> str:
+    """
+    Every arm against FP32 and against ``fp16`` as Markdown.
+
+    :param rows: of the results file
+    """
+    lines = [
+        "| arm | what differs | runs | AUC, % of `fp32` | to `fp32`, % | to `fp16`, % | final return to `fp32`, % "
+        "| wins over `fp32` | KL from `fp32` | stuck, late |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for arm, setting in ARMS.items():
+        of_arm = [row for row in rows if row["arm"] == arm]
+        single, half = compare(rows, arm, "fp32"), compare(rows, arm, "fp16")
+        if single is None or half is None:
+            continue
+        stuck = np.mean([float(row["stuck_fraction_late"]) for row in of_arm])
+        cells = [
+            f"`{arm}`",
+            setting.differs,
+            str(len(of_arm)),
+            f"{100 * single.auc:.0f}",
+            _percent(single.difference) if arm != "fp32" else "",
+            _percent(half.difference) if arm != "fp16" else "",
+            _percent(single.final) if arm != "fp32" else "",
+            f"{single.wins} of {single.pairs}" if arm != "fp32" else "",
+            f"{single.drift:.2f}" if arm != "fp32" else "",
+            f"{100 * stuck:.0f} %",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _percent(interval: Interval) -> str:
+    return f"{100 * interval.value:+.0f} [{100 * interval.low:+.0f}, {100 * interval.high:+.0f}]"
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """
+    Differences to FP32 with their intervals, and learning curves per task.
+
+    :param rows: of the results file
+    :param path: of the picture
+    """
+    figure, panels = pyplot().subplots(1, 1 + len(ENVS), figsize=(18, 5), layout="constrained")
+    compared = {arm: compare(rows, arm, "fp32") for arm in ARMS if arm != "fp32"}
+    found = {arm: comparison for arm, comparison in compared.items() if comparison is not None}
+    for place, comparison in enumerate(found.values()):
+        value, low, high = (100 * x for x in comparison.difference)
+        panels[0].errorbar(value, place, xerr=[[value - low], [high - value]], fmt="C0o", capsize=3)
+    panels[0].axvline(0, color="grey", linewidth=0.8)
+    panels[0].set_yticks(range(len(found)), found)
+    panels[0].invert_yaxis()
+    panels[0].set(title="return AUC against FP32, mean of tasks, 95 %", xlabel="% of FP32's")
+    for axes, env in zip(panels[1:], ENVS, strict=True):
+        for arm in ("fp32", "fp16", "paper", "bf16", "bf16-sr"):
+            curves = [_curve(row) for row in rows if row["arm"] == arm and row["env"] == env]
+            if curves:
+                axes.plot(*np.mean(curves, axis=0), label=arm)
+        axes.set(title=env, xlabel="environment steps", ylabel="deterministic return, mean of seeds")
+        axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def _curve(row: Mapping[str, Any]) -> Array:
+    """Steps and returns, shape (2, evaluations)."""
+    steps, returns = zip(*(point.split(":") for point in row["curve"].split()), strict=True)
+    return np.array([steps, returns], dtype=float)
+
+
 def main() -> None:
-    """Run what is missing."""
+    """Run what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, help="runs at a time; one per core by default")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="all by default")
     arguments = parser.parse_args()
     wanted = [(env, arm, seed) for arm, seed, env in product(arguments.arms, SEEDS, ENVS)]
-    run_missing(FILE, ("env", "arm", "seed"), wanted, run, arguments.jobs)
+    print(table(run_missing(FILE, ("env", "arm", "seed"), wanted, run, arguments.jobs)))
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ def _writebacks(axes: Any, audits: Sequence[Audit]) -> None:
     own = audits[-1].own_writeback
     axes.set_yticks(places, [f"{row.storage}, {row.writeback}" + (" (own)" if row is own else "") for row in rows])
     axes.invert_yaxis()
-    axes.set(title="the same updates, written back in every way", xlabel="%")
-    axes.legend(fontsize=8)
+    axes.set(title="the same updates, written back in every way", xlabel="%", xlim=(0, 150))
+    axes.legend(fontsize=8, loc="lower right")
 
 
 def _steps_along(axes: Any, audits: Sequence[Audit]) -> None:
@@ -77,15 +77,19 @@ def _steps_along(axes: Any, audits: Sequence[Audit]) -> None:
 
 
 def _state(axes: Any, audits: Sequence[Audit]) -> None:
-    rows = audits[-1].state
-    left = np.zeros(len(rows))
-    for name in ("zero", "subnormal", "saturated"):
-        shares = np.array([100 * getattr(row, name) for row in rows])
-        axes.barh(np.arange(len(rows)), shares, left=left, label=name)
+    rows = [(f"{row.name}\n{row.storage}", row.zero, row.subnormal, row.saturated) for row in audits[-1].state]
+    rows += [(f"{row.optimizer}: second moment\nof the replay", row.zeroed, 0, 0) for row in audits[-1].shadows]
+    places, left = np.arange(len(rows)), np.zeros(len(rows))
+    for i, name in enumerate(("zero", "subnormal", "saturated"), start=1):
+        shares = np.array([100 * row[i] for row in rows])
+        axes.barh(places, shares, left=left, label=name)
         left += shares
-    axes.set_yticks(np.arange(len(rows)), [f"{row.name}\n{row.storage}" for row in rows])
-    axes.set(title="optimizer state that the format has lost", xlabel="% of the numbers", xlim=(0, 100))
-    axes.legend(fontsize=8)
+    for place, total in zip(places, left, strict=True):
+        axes.text(total + 1, place, f"{total:.2g} %", va="center", fontsize=8)
+    axes.set_yticks(places, [row[0] for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(title="optimizer state that the format has lost", xlabel="% of the numbers", xlim=(0, 112))
+    axes.legend(fontsize=8, loc="lower right")
 
 
 def _sequences(axes: Any, audits: Sequence[Audit]) -> None:
@@ -109,7 +113,7 @@ def _sequences(axes: Any, audits: Sequence[Audit]) -> None:
     )
     if pairs:
         axes.set_yscale("log")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=7, loc="lower right")
 
 
 def _log_ratio_along(axes: Any, audits: Sequence[Audit]) -> None:
@@ -126,8 +130,8 @@ def _ranges(axes: Any, audits: Sequence[Audit]) -> None:
     rows = sorted(audits[-1].ranges, key=lambda row: -row.largest)[:_MOST_BARS]
     colours = ["C3" if row.saturated or row.used > 1 else "C0" for row in rows]
     axes.barh(np.arange(len(rows)), [max(row.largest, 1e-8) for row in rows], color=colours)
-    axes.set_yticks(np.arange(len(rows)), [f"{row.kind} {row.name}" for row in rows], fontsize=7)
+    axes.set_yticks(np.arange(len(rows)), [row.title for row in rows], fontsize=7)
     axes.axvline(65504, color="k", linestyle="--", label="65,504")
     axes.invert_yaxis()
     axes.set(title="largest numbers against FP16's range", xscale="log")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")

@@ -43,6 +43,11 @@ class RangeRow(NamedTuple):
     saturated: int = 0
 
     @property
+    def title(self) -> str:
+        """Kind and name, the name once."""
+        return self.name if self.name == self.kind else f"{self.kind} {self.name}"
+
+    @property
     def used(self) -> float:
         """Share of FP16's range, 65,504."""
         return self.largest / _HALF.max

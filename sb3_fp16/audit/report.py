@@ -245,7 +245,7 @@ def _on_range(audit: Audit) -> Iterator[Verdict]:
 
     worst = max(audit.ranges, key=size)
     level = "hurts" if worst.saturated else _level(worst.used, RANGE)
-    text = f"the largest {worst.kind} ({worst.name}) is {worst.largest:.4g}, {_percent(worst.used)} of FP16's range"
+    text = f"{worst.title} reaches {worst.largest:.4g}, {_percent(worst.used)} of FP16's range"
     if worst.saturated:
         text += f", and {worst.saturated:,} saturated"
     if audit.precision.storage != "fp16" and level == "hurts":
@@ -299,7 +299,7 @@ def _measures(audit: Audit) -> Iterator[tuple[str, str, dict[str, float]]]:
     if audit.correction is not None:
         yield "correction", "c", _numbers(audit.correction._asdict())
     for extent in audit.ranges:
-        yield "range", f"{extent.kind} {extent.name}", {"largest": extent.largest, "saturated": extent.saturated}
+        yield "range", extent.title, {"largest": extent.largest, "saturated": extent.saturated}
     for gradient in audit.gradients:
         yield "gradients", gradient.name, _numbers(gradient._asdict())
 
@@ -342,7 +342,7 @@ def _tables(audit: Audit) -> Iterator[str]:
     yield from _table(
         "largest numbers",
         ("largest", "of 65,504", "saturated"),
-        ((f"{r.kind} {r.name}", f"{r.largest:.4g}", _percent(r.used), f"{r.saturated:,}") for r in audit.ranges),
+        ((r.title, f"{r.largest:.4g}", _percent(r.used), f"{r.saturated:,}") for r in audit.ranges),
     )
     yield from _table(
         "gradients that FP16 flushes or shortens",

@@ -64,6 +64,10 @@ def bootstrap(
         return Interval(value, np.nan, np.nan)
     rng = np.random.default_rng(seed)
     drawn = [float(statistic(values[rng.integers(sequences, size=sequences)])) for _ in range(resamples)]
+    return _interval(value, drawn, level)
+
+
+def _interval(value: float, drawn: Any, level: float = 0.95) -> Interval:
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 
@@ -242,15 +246,19 @@ def _sequence_row(
     kappa = steps.k3 if np.isnan(steps.kl) else steps.kl
     variances = prefix.var(axis=0).sum()
 
-    def interval(statistic: Callable[[Array], Any]) -> Interval:
-        return bootstrap(sums, statistic, resamples, seed)
+    # As ``bootstrap`` does it, all three statistics from one set of resamples and without a loop over them.
+    draws = np.random.default_rng(seed).integers(len(sums), size=(resamples, len(sums)))
+    resampled = sums[draws]
+
+    def interval(statistic: Callable[..., Any]) -> Interval:
+        return _interval(float(statistic(sums, axis=0)), statistic(resampled, axis=1))
 
     return SequenceRow(
         horizon=horizon,
         sequences=len(prefix),
         mean=interval(np.mean),
         std=interval(np.std),
-        rms=interval(lambda s: np.sqrt(np.mean(s**2))),
+        rms=interval(lambda s, axis: np.sqrt(np.mean(s**2, axis=axis))),
         predicted_mean=float(-live.mean() * kappa),
         predicted_rms=float(np.sqrt(live.mean() * steps.std**2 + (live**2).mean() * kappa**2)),
         covariance_share=float(sums.var() / variances) if variances > 0 else np.nan,
