@@ -65,7 +65,7 @@ def runs() -> None:
         with tempfile.TemporaryDirectory() as folder:
             callback = AuditCallback(folder, every=EVERY, minibatches=32, budget=1.0)
             make_model(precision, ENV, 0, **PAPER_SETTINGS).learn(RUN_STEPS, callback)
-            found = [dict(row) for row in read_csv(Path(folder) / "audit.csv")]
+            found: list[Row] = [dict(row) for row in read_csv(Path(folder) / "audit.csv")]
             for audit in callback.audits:
                 way = audit.own_writeback
                 shares = {"unchanged": audit.unchanged} | ({} if way is None else {"retained": way.retained})

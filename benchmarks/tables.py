@@ -9,12 +9,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cpu, gpu, halfcheetah, state_bytes, zoo
+from benchmarks import audit, cpu, gpu, halfcheetah, recurrent_toy, split_k, state_bytes, sweep, zoo
 from benchmarks.runner import read_csv
 
 ROOT = Path(__file__).parent.parent
 README, DETAILS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
-IMAGE = ROOT / "docs" / "images" / "halfcheetah.png"
+PICTURES: dict[str, tuple[Path, Callable[..., None]]] = {
+    "halfcheetah": (halfcheetah.FILE, halfcheetah.draw),
+    "recurrent_toy": (recurrent_toy.SEQUENCES_FILE, recurrent_toy.draw),
+    "sweep": (sweep.FILE, sweep.draw),
+}
 # Results file and what makes Markdown of its rows, by the page and the name in its marks.
 PAGES: dict[Path, dict[str, tuple[Path, Callable[..., str]]]] = {
     README: {
@@ -30,6 +34,16 @@ PAGES: dict[Path, dict[str, tuple[Path, Callable[..., str]]]] = {
         **{f"gpu_{name}": (part.file, part.table) for name, part in gpu.PARTS.items() if part.file.exists()},
     },
     ROOT / "docs" / "rl_zoo.md": {"zoo": (zoo.FILE, zoo.table)},
+    ROOT / "docs" / "audit.md": {
+        "audit_runs": (audit.RUNS_FILE, audit.runs_table),
+        "audit_cost": (audit.COST_FILE, audit.cost_table),
+    },
+    ROOT / "docs" / "precision.md": {
+        "split_k": (split_k.FILE, split_k.table),
+        "recurrent_toy": (recurrent_toy.FILE, recurrent_toy.table),
+        "recurrent_toy_sequences": (recurrent_toy.SEQUENCES_FILE, recurrent_toy.sequence_table),
+        "recurrent_toy_slices": (recurrent_toy.FILE, recurrent_toy.slice_table),
+    },
 }
 
 
@@ -62,7 +76,8 @@ def main() -> None:
         elif text != page.read_text():
             sys.exit(f"{page.name} is not what the results give: run benchmarks.tables")
     if not check:
-        halfcheetah.draw(read_csv(halfcheetah.FILE), IMAGE)
+        for name, (file, draw) in PICTURES.items():
+            draw(read_csv(file), ROOT / "docs" / "images" / f"{name}.png")
 
 
 if __name__ == "__main__":

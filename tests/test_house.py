@@ -1,6 +1,7 @@
 """The import direction of the package, and promises of its metadata."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,18 @@ def test_import_needs_no_development_dependency():
 
     loaded = ast.literal_eval(done.stdout.strip())
     assert set(loaded) <= {"matplotlib"}
+
+
+def test_an_installation_has_every_package():
+    named = re.search(r"^packages = (\[.*\])$", (PACKAGE.parent / "pyproject.toml").read_text(), flags=re.M)
+    there = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in PACKAGE.rglob("__init__.py")}
+    assert there == {name for name in ast.literal_eval(named[1]) if (PACKAGE.parent / name.replace(".", "/")).is_dir()}
+
+
+def test_audits_are_imported_where_they_are_asked_for():
+    code = "import sys, sb3_fp16; print('sb3_fp16.audit' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_version_is_the_metadatas():
