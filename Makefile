@@ -7,7 +7,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 # What `make sanitize` runs, as arguments of pytest.
-NATIVE_TESTS ?= tests/test_native.py tests/test_acting.py tests/cuda/test_optimizers.py -m "not slow and not gpu"
+NATIVE_TESTS ?= tests/test_native.py tests/test_acting.py tests/test_kernels.py tests/cuda/test_optimizers.py \
+	-m "not slow and not gpu"
 
 .PHONY: demo test sanitize check format bench reproduce
 

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
@@ -75,11 +76,11 @@ Parameter parameter_of(const py::dict& given, bool has_state) {
     p.rows = given["rows"].cast<int64_t>(), p.columns = given["columns"].cast<int64_t>();
     if (!has_state) return p;
     p.first_moment = pointer<void>(given["first_moment"]);
-    p.root_second_moment = pointer<void>(given["second_moment"]);
+    p.root_second_moment = pointer<void>(given["root_second_moment"]);
     p.carry = pointer<float>(given["carry"]);
     p.step = pointer<int64_t>(given["step"]), p.adam_step = pointer<float>(given["step"]);
     p.first_element = static_cast<uint32_t>(given["first_element"].cast<uint64_t>());
-    p.network = given["network"].cast<int>();
+    p.network = given["coefficient"].cast<int>();
     p.sharing = named<Sharing>(given["sharing"].cast<std::string>(), {"elementwise", "row", "rank1"});
     p.writeback = rounding_of(given["writeback"].cast<std::string>());
     return p;
@@ -125,21 +126,22 @@ Rollout rollout_of(const py::dict& given) {
     return rollout;
 }
 
-Settings settings_of(const py::dict& given) {
+OptimizerSettings optimizer_settings_of(const py::dict& given, double lr) {
     const auto number = [&](const char* name) { return given[name].cast<double>(); };
+    return {lr, number("beta1"), number("beta2"), number("eps"), number("weight_decay"), number("state_scale"),
+            given["decoupled_weight_decay"].cast<bool>(), rounding_of(given["root_rounding"].cast<std::string>()),
+            static_cast<uint32_t>(given["seed"].cast<uint64_t>())};
+}
+
+Settings settings_of(const py::dict& given) {
     const auto single = [&](const char* name) { return given[name].cast<float>(); };
-    Settings settings{};
+    Settings settings{optimizer_settings_of(given, given["lr"].cast<double>())};
     settings.samples = given["samples"].cast<int64_t>(), settings.batch_size = given["batch_size"].cast<int64_t>();
     settings.n_epochs = given["n_epochs"].cast<int64_t>();
     settings.clip_lower = single("clip_lower"), settings.clip_upper = single("clip_upper");
     settings.clip_range_vf = single("clip_range_vf"), settings.target_kl = single("target_kl");
     settings.normalize_advantage = given["normalize_advantage"].cast<bool>();
     settings.ent_coef = single("ent_coef"), settings.vf_coef = single("vf_coef"), settings.max_grad_norm = single("max_grad_norm");
-    settings.lr = number("lr"), settings.beta1 = number("beta1"), settings.beta2 = number("beta2"), settings.eps = number("eps");
-    settings.weight_decay = number("weight_decay"), settings.state_scale = number("state_scale");
-    settings.decoupled_weight_decay = given["decoupled_weight_decay"].cast<bool>();
-    settings.root_rounding = rounding_of(given["root_rounding"].cast<std::string>());
-    settings.seed = static_cast<uint32_t>(given["seed"].cast<uint64_t>());
     const auto floor = given["scale_floor"].cast<std::vector<float>>(), ceiling = given["scale_ceiling"].cast<std::vector<float>>();
     std::copy(floor.begin(), floor.end(), settings.scale_floor), std::copy(ceiling.begin(), ceiling.end(), settings.scale_ceiling);
     return settings;
@@ -190,6 +192,61 @@ py::dict update(const std::string& isa, const py::dict& plan_, const py::dict& r
     if (PyErr_Occurred()) throw py::error_already_set();
     return dictionary_of(stats);
 }
+
+const std::vector<std::pair<std::string, std::string>> OPTIMIZER_FORMATS = {
+    {"fp16", "fp16"}, {"bf16", "bf16"}, {"fp32", "fp16"}, {"fp32", "bf16"}, {"fp32", "fp32"}};
+
+// Steps of SHARP over parameters whose memory stays where it is, with the interface of sb3_fp16._cuda's.
+class Optimizer {
+public:
+    Optimizer(const std::string& storage_, const std::string& state_, const std::vector<py::dict>& entries,
+              const std::string& isa)
+        : engine(engine_of(isa.empty() ? best() : isa)), storage(storage_of(storage_)), state(storage_of(state_)) {
+        if (std::count(OPTIMIZER_FORMATS.begin(), OPTIMIZER_FORMATS.end(), std::make_pair(storage_, state_)) == 0)
+            throw std::invalid_argument("no step serves parameters in " + storage_ + " with moments in " + state_);
+        for (const py::dict& entry : entries) {
+            Parameter p = parameter_of(entry, true);
+            if (p.rows < 1 || p.columns < 1) throw std::invalid_argument("a parameter has no elements");
+            if (p.sharing == Sharing::elementwise && p.columns % LANES != 0) p.columns *= p.rows, p.rows = 1;
+            floats = std::max(floats, p.rows * ((p.columns + LANES - 1) / LANES * LANES));
+            parameters.push_back(p);
+        }
+    }
+
+    int64_t workspace() const { return floats * static_cast<int64_t>(sizeof(float)); }
+
+    // A CPU has one device and no streams; the norm is the caller's.
+    void step(int, uintptr_t, uintptr_t workspace, const std::vector<uintptr_t>& addresses, const py::dict& given,
+              const py::none&) {
+        if (addresses.size() != parameters.size()) throw std::invalid_argument("one gradient per parameter is needed");
+        const bool* skip = pointer<bool>(given["skip"]);
+        if (skip && *skip) return;
+        const int storage_bits = given["parameter_bits"].cast<int>(), state_bits = given["state_bits"].cast<int>();
+        std::vector<const void*> gradients;
+        for (const uintptr_t address : addresses) gradients.push_back(reinterpret_cast<const void*>(address));
+        const SharpStep step{shortened(storage, storage_bits), shortened(state, state_bits), storage_bits, state_bits,
+                             parameters, gradients.data(), pointer<float>(given["coefficients"]),
+                             reinterpret_cast<float*>(workspace), given["threads"].cast<int>(),
+                             optimizer_settings_of(given, static_cast<double>(*pointer<float>(given["lr"])))};
+        StepCounts found;
+        {
+            py::gil_scoped_release release;
+            found = engine.sharp(step);
+        }
+        if (int64_t* counts = pointer<int64_t>(given["counts"]))
+            counts[0] += found.nonzero, counts[1] += found.stuck, counts[2] += found.saturated;
+    }
+
+private:
+    static Storage shortened(Storage kind, int bits) {
+        return kind == Storage::fp16 && bits < 10 ? Storage::short_half : kind;
+    }
+
+    const Engine& engine;
+    const Storage storage, state;
+    std::vector<Parameter> parameters;
+    int64_t floats = 0;
+};
 
 // A policy's actor; returned arrays are fresh.
 class PolicyActor {
@@ -337,7 +394,8 @@ Floats rounded(const std::string& isa, const std::string& storage, const Floats&
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
-    m.doc() = "PPO updates and actions of MLP policies, each in one native call.";
+    m.doc() = "PPO updates and actions of MLP policies, and steps of SHARP for any model, each in one native call.";
+    m.attr("OPTIMIZER_FORMATS") = OPTIMIZER_FORMATS;
     m.def("supports", &supports, "Whether this processor runs an instruction set.");
     m.def("best", &best, "The best instruction set of this processor.");
     m.def("store", &store, "Round FP32 values to storage, saturating; returns how many saturated, -1 if one is not finite.");
@@ -346,6 +404,11 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("rounded", &rounded, "FP32 values rounded to nearest in a format, beyond its range to infinity.");
     m.def("elementwise", &elementwise, "An elementary function of FP32 values, as the engine computes it.");
     m.def("update", &update, "Run all epochs on a rollout; trains parameters and optimizer state in place.");
+    py::class_<Optimizer>(m, "Optimizer", "Steps of SHARP.")
+        .def(py::init<const std::string&, const std::string&, const std::vector<py::dict>&, const std::string&>(),
+             py::arg("parameter_format"), py::arg("state_format"), py::arg("parameters"), py::arg("isa") = "")
+        .def_property_readonly("workspace", &Optimizer::workspace, "Bytes that a step needs.")
+        .def("step", &Optimizer::step, "One step, unless it is to be skipped.");
     py::class_<Recorder>(m, "Recorder", "Stores steps of a rollout, rounded.")
         .def(py::init<const std::string&, const std::string&, std::vector<py::object>>())
         .def("record", &Recorder::record, "Store one step of all environments.");

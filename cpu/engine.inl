@@ -52,6 +52,13 @@ auto with_format(Storage kind, int significand_bits, Use use) {
     return use(Single(significand_bits));
 }
 
+// Moments of 16-bit parameters have their format.
+StepCounts sharp(const SharpStep& step) {
+    if (step.storage == Storage::fp32)
+        return with_format(step.state, step.state_bits, [&](auto state) { return step_alone(Single(0), state, step); });
+    return with_format(step.storage, step.storage_bits, [&](auto both) { return step_alone(both, both, step); });
+}
+
 int64_t store(Storage kind, int significand_bits, const float* values, void* stored, int64_t count) {
     return with_format(kind, significand_bits, [&](auto format) -> int64_t {
         Lane poison{};
@@ -132,6 +139,6 @@ void elementwise(int function, const float* x, float* y, int64_t count) {
 
 }  // namespace
 
-const Engine SB3_FP16_ENGINE = {update, make_actor, gae, store, load, round, elementwise};
+const Engine SB3_FP16_ENGINE = {update, make_actor, sharp, gae, store, load, round, elementwise};
 
 }  // namespace sb3_fp16

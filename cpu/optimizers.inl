@@ -1,4 +1,4 @@
-// Module C, SHARP, for one parameter (sb3_fp16/sharp.py, _Bucket.step), and Adam of the FP32 presets.
+// Module C, SHARP, for one parameter (sb3_fp16/sharp.py, _TorchBucket.step), and Adam of the FP32 presets.
 //
 // Gradients come in padded rows. What a step writes to storage it also writes to the tile that forward passes read.
 
@@ -83,29 +83,27 @@ static float root_mean_square(const float* x, int64_t count) {
     return power[0] * std::sqrt(sum_of_lanes(sum) / static_cast<float>(count));
 }
 
-template <class S>
+// Parameters are stored as P, their moments as M.
+template <class P, class M>
 class Sharp {
 public:
-    Sharp(const S& format_, const Settings& settings_, Workers& workers_, int64_t rows, int64_t columns)
-        : format(format_), settings(settings_), workers(workers_), mean_square(zeros(rows + columns + 2 * PAD)), root(mean_square),
-          share(zeros(padded(rows))), decay(settings.decoupled_weight_decay ? 0.0f : static_cast<float>(settings.weight_decay)) {}
+    Sharp(const P& parameters_, const M& state_, const OptimizerSettings& settings_, Workers& workers_,
+          const std::vector<Parameter>& all)
+        : parameters(parameters_), state(state_), settings(settings_), workers(workers_),
+          mean_square(zeros(most(all, &Parameter::rows) + most(all, &Parameter::columns) + 2 * PAD)), root(mean_square),
+          share(zeros(padded(most(all, &Parameter::rows)))),
+          decay(settings.decoupled_weight_decay ? 0.0f : static_cast<float>(settings.weight_decay)) {}
 
-    void step(const Parameter& p, Target& target, float coefficient, Stats& stats) {
+    void step(const Parameter& p, Target& target, float coefficient, StepCounts& total) {
         Step now = begin(p);
         now.coefficient = coefficient;
         if (decay != 0.0f) now.coefficient = 1.0f, penalize(p, target, coefficient);
         Counts counts{};
         if (p.sharing != Sharing::elementwise) update_shared_roots(p, target, now, counts);
-        switch (p.writeback) {
-            case Rounding::stochastic: all_rows<Rounding::stochastic>(p, target, now, counts); break;
-            case Rounding::dithered: all_rows<Rounding::dithered>(p, target, now, counts); break;
-            case Rounding::residual: all_rows<Rounding::residual>(p, target, now, counts); break;
-            case Rounding::swallowed: all_rows<Rounding::swallowed>(p, target, now, counts); break;
-            default: all_rows<Rounding::nearest>(p, target, now, counts);
-        }
+        all_rows(p, target, now, counts);
         // A register's lanes beyond a row hold zeros.
         const int64_t lanes = target.flat.rows * ((target.flat.columns + WIDTH - 1) / WIDTH * WIDTH);
-        stats.nonzero += lanes - counts.zero, stats.stuck += counts.stuck, stats.saturated += counts.saturated;
+        total.nonzero += lanes - counts.zero, total.stuck += counts.stuck, total.saturated += counts.saturated;
     }
 
 private:
@@ -119,15 +117,35 @@ private:
         int64_t zero, stuck, saturated;
     };
 
-    const S& format;
-    const Settings& settings;
+    const P& parameters;
+    const M& state;
+    const OptimizerSettings& settings;
     Workers& workers;
     Floats mean_square, root;  // of rows, then columns; `root` without bias
     Floats share;              // a row's part of ŵ
     Floats preconditioner;     // ŵ of elements in rows without padding
     const float decay;         // of Adam's L2 penalty
 
-    // All elements, with one writeback.
+    // Of parameters that share second moments.
+    static int64_t most(const std::vector<Parameter>& all, int64_t Parameter::* extent) {
+        int64_t found = 0;
+        for (const Parameter& p : all)
+            if (p.sharing != Sharing::elementwise) found = std::max(found, p.*extent);
+        return found;
+    }
+
+    // All elements.
+    void all_rows(const Parameter& p, const Target& target, const Step& now, Counts& counts) const {
+        if constexpr (!P::rounds) return all_rows<Rounding::nearest>(p, target, now, counts);
+        switch (p.writeback) {
+            case Rounding::stochastic: return all_rows<Rounding::stochastic>(p, target, now, counts);
+            case Rounding::dithered: return all_rows<Rounding::dithered>(p, target, now, counts);
+            case Rounding::residual: return all_rows<Rounding::residual>(p, target, now, counts);
+            case Rounding::swallowed: return all_rows<Rounding::swallowed>(p, target, now, counts);
+            default: return all_rows<Rounding::nearest>(p, target, now, counts);
+        }
+    }
+
     template <Rounding WRITEBACK>
     void all_rows(const Parameter& p, const Target& target, const Step& now, Counts& counts) const {
         std::mutex mutex;
@@ -171,7 +189,7 @@ private:
         now.beta1 = static_cast<float>(settings.beta1), now.beta2 = static_cast<float>(settings.beta2);
         now.blend = static_cast<float>((1 - settings.beta1) * settings.state_scale);
         now.rest = static_cast<float>(1 - settings.beta2), now.scale = static_cast<float>(settings.state_scale);
-        now.shrink = settings.decoupled_weight_decay ? static_cast<float>(settings.lr * settings.weight_decay) : 0.0f;
+        now.shrink = settings.decoupled_weight_decay ? now.lr * static_cast<float>(settings.weight_decay) : 0.0f;
         return now;
     }
 
@@ -180,9 +198,10 @@ private:
         const Shape& shape = target.flat;
         for (int64_t r = 0; r < shape.rows; ++r)
             for (int64_t c = 0; c < shape.columns; c += WIDTH) {
-                const Lane theta = format.load(p.data, r * shape.columns + c, shape.columns - c);
+                const Lane theta = parameters.load(p.data, r * shape.columns + c, shape.columns - c);
                 store_lane(target.gradient + r * target.stride + c, target.at(r, c) * coefficient + decay * theta);
             }
+        if (p.sharing == Sharing::elementwise) return;
         target.unit = power_of_two(lane_of(largest_magnitude(target)))[0];
         sum_squares(target);
     }
@@ -192,9 +211,13 @@ private:
         return mode == Rounding::dithered ? dither_threshold(indices, key) : random_threshold(indices, key);
     }
 
-    Lane saturate(Lane x) const { return clamped(x, -format.largest, format.largest); }
+    template <class Format>
+    static Lane saturate(const Format& format, Lane x) {
+        return clamped(x, -format.largest, format.largest);
+    }
 
-    SB3_FP16_INLINE Lane rounded(Rounding mode, Lane x, uint32_t index, uint32_t key) const {
+    template <class Format>
+    SB3_FP16_INLINE Lane rounded(const Format& format, Rounding mode, Lane x, uint32_t index, uint32_t key) const {
         if (mode == Rounding::stochastic || mode == Rounding::dithered) return format.round(x, threshold(mode, index, key));
         return format.round(x);
     }
@@ -208,15 +231,16 @@ private:
 
     SB3_FP16_INLINE Lane load_root(const Parameter& p, int64_t i, int64_t count) const {
         return settings.root_rounding == Rounding::fp32 ? Single(0).load(p.root_second_moment, i, count)
-                                                        : format.load(p.root_second_moment, i, count);
+                                                        : state.load(p.root_second_moment, i, count);
     }
 
     SB3_FP16_INLINE void store_root(const Parameter& p, int64_t i, int64_t count, Lane w, const Step& now, Counts& counts) const {
         if (settings.root_rounding == Rounding::fp32) return Single(0).store(p.root_second_moment, i, count, w);
-        const uint32_t above = where_above(w, lane_of(format.largest));
+        const uint32_t above = where_above(w, lane_of(state.largest));
         counts.saturated += number_of_bits(count < WIDTH ? above & ((1u << count) - 1u) : above);
         const uint32_t index = p.first_element + static_cast<uint32_t>(i);
-        format.store(p.root_second_moment, i, count, rounded(settings.root_rounding, saturate(w), index, now.root_key));
+        const Lane stored = rounded(state, settings.root_rounding, saturate(state, w), index, now.root_key);
+        state.store(p.root_second_moment, i, count, stored);
     }
 
     // The updated root of elements that share theirs with none.
@@ -272,23 +296,21 @@ private:
     template <Rounding WRITEBACK>
     SB3_FP16_INLINE Lane element(const Parameter& p, int64_t i, int64_t count, Lane gradient, Lane preconditioner, const Step& now,
                  Counts& counts) const {
-        const Lane theta = format.load(p.data, i, count);
-        const Lane m = now.beta1 * format.load(p.first_moment, i, count) + now.blend * gradient;
+        const Lane theta = parameters.load(p.data, i, count);
+        const Lane m = now.beta1 * state.load(p.first_moment, i, count) + now.blend * gradient;
         Lane update = now.lr * (m * now.unbias_first) / (preconditioner + now.eps);
         if (now.shrink != 0.0f) update = update + now.shrink * theta;
         // Rarely beyond the range: only then does anything need clamping.
-        const Lane largest = lane_of(format.largest);
-        const bool beyond = where_above(larger(absolute(theta - update), absolute(m)), largest);
+        const uint32_t of_theta = where_above(absolute(theta - update), lane_of(parameters.largest));
+        const uint32_t of_m = where_above(absolute(m), lane_of(state.largest));
+        const bool beyond = of_theta | of_m;
         const Lane next = beyond ? write_back<WRITEBACK, true>(p, i, count, theta, update, now)
                                  : write_back<WRITEBACK, false>(p, i, count, theta, update, now);
         const uint32_t zero = where_equal(update, Lane{}), same = where_equal(next, theta);
         counts.zero += number_of_bits(zero), counts.stuck += number_of_bits(same & ~zero);
-        if (beyond) {
-            counts.saturated += number_of_bits(where_above(absolute(theta - update), largest));
-            counts.saturated += number_of_bits(where_above(absolute(m), largest));
-        }
-        format.write(p.first_moment, i, count, beyond ? saturate(m) : m);
-        format.store(p.data, i, count, next);
+        if (beyond) counts.saturated += number_of_bits(of_theta) + number_of_bits(of_m);
+        state.write(p.first_moment, i, count, beyond ? saturate(state, m) : m);
+        parameters.store(p.data, i, count, next);
         return next;
     }
 
@@ -296,15 +318,53 @@ private:
     template <Rounding WRITEBACK, bool SATURATES>
     SB3_FP16_INLINE Lane write_back(const Parameter& p, int64_t i, int64_t count, Lane theta, Lane update, const Step& now) const {
         if (WRITEBACK != Rounding::residual && WRITEBACK != Rounding::swallowed)
-            return rounded(WRITEBACK, SATURATES ? saturate(theta - update) : theta - update, p.first_element + static_cast<uint32_t>(i), now.parameter_key);
+            return rounded(parameters, WRITEBACK, SATURATES ? saturate(parameters, theta - update) : theta - update,
+                           p.first_element + static_cast<uint32_t>(i), now.parameter_key);
         const Single single(0);
         const Lane due = single.load(p.carry, i, count) - update;
-        const Lane next = format.round(saturate(theta + due)), written = next - theta;
+        const Lane next = parameters.round(saturate(parameters, theta + due)), written = next - theta;
         const Lane left = WRITEBACK == Rounding::residual ? due - written : select(written == 0.0f, due, Lane{});
         single.store(p.carry, i, count, left);
         return next;
     }
 };
+
+// A gradient in storage as the only thing in a workspace, which the step may write over: nothing reads its tile.
+template <class P>
+static void unpack(const P& format, const void* gradient, const Parameter& p, float* workspace, Target& target) {
+    target.shape = target.flat = {p.rows, p.columns}, target.stride = padded(p.columns);
+    target.gradient = target.tile = workspace;
+    for (int64_t r = 0; r < p.rows; ++r)
+        for (int64_t c = 0; c < target.stride; c += WIDTH) {
+            const Lane g = c < p.columns ? format.load(gradient, r * p.columns + c, p.columns - c) : Lane{};
+            store_lane(workspace + r * target.stride + c, g);
+        }
+    target.row_squares.resize(p.sharing == Sharing::elementwise ? 0 : static_cast<size_t>(padded(p.rows)));
+    target.column_squares.resize(p.sharing == Sharing::rank1 ? static_cast<size_t>(padded(p.columns)) : 0);
+    if (p.sharing == Sharing::elementwise) return;
+    target.unit = P::squares_fit ? 1.0f : power_of_two(lane_of(largest_magnitude(target)))[0];
+    sum_squares(target);
+}
+
+// A step with no update around it.
+template <class P, class M>
+static StepCounts step_alone(const P& parameters, const M& state, const SharpStep& step) {
+    int64_t most = 0;
+    std::vector<int64_t> t;  // of each parameter: they may share one counter
+    for (const Parameter& p : step.parameters) most = std::max(most, p.rows * p.columns), t.push_back(*p.step);
+    Workers workers(most * WORK < Workers::WORTH_WAKING ? 1 : step.threads);
+    Sharp<P, M> sharp(parameters, state, step.settings, workers, step.parameters);
+    Target target{};
+    StepCounts counts{};
+    for (size_t i = 0; i < t.size(); ++i) {
+        Parameter p = step.parameters[i];
+        unpack(parameters, step.gradients[i], p, step.workspace, target);
+        p.step = &t[i];
+        sharp.step(p, target, step.coefficients[p.network], counts);
+        *step.parameters[i].step = t[i];
+    }
+    return counts;
+}
 
 class Adam {
 public:

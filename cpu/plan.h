@@ -21,7 +21,7 @@ struct Parameter {
     int64_t* step;             // of SHARP; Adam's, at the same address, is a float
     float* adam_step;
     uint32_t first_element;  // of the threshold sequences
-    int network;
+    int network;             // whose coefficient κ is its own; alone, simply which
     Sharing sharing;
     Rounding writeback;
 };
@@ -54,7 +54,14 @@ struct Plan {
     bool compares;  // an actor looks at each step whether any parameter has changed
 };
 
-struct Settings {
+struct OptimizerSettings {
+    double lr, beta1, beta2, eps, weight_decay, state_scale;
+    bool decoupled_weight_decay;
+    Rounding root_rounding;
+    uint32_t seed;
+};
+
+struct Settings : OptimizerSettings {
     int64_t samples, batch_size, n_epochs;
     float clip_lower, clip_upper;  // log-domain bounds
     float clip_range_vf;           // negative: off
@@ -62,10 +69,6 @@ struct Settings {
     float ent_coef, vf_coef;
     float max_grad_norm;
     float target_kl;  // negative: off
-    double lr, beta1, beta2, eps, weight_decay, state_scale;
-    bool decoupled_weight_decay;
-    Rounding root_rounding;
-    uint32_t seed;
     float scale_floor[2], scale_ceiling[2];
 };
 
@@ -87,9 +90,14 @@ struct Scale {
     int64_t good_steps, skipped_steps, skips_at_floor;
 };
 
-struct Stats {
+// Updates that are not zero, those of them that changed nothing, and numbers beyond their format's range.
+struct StepCounts {
+    int64_t nonzero, stuck, saturated;
+};
+
+struct Stats : StepCounts {
     double entropy_loss, policy_loss, value_loss, approx_kl, clip_fraction, loss, grad_norm;
-    int64_t nonzero, stuck, saturated, epochs;
+    int64_t epochs;
     bool stopped, diverged;  // diverged: a step made parameters infinite or NaN and was not written
     float stopped_at_kl;
 };
@@ -123,6 +131,18 @@ struct Advantages {
     void *advantages, *returns;
 };
 
+// One step of SHARP with no update around it. A parameter whose second moments are not shared may be one row.
+struct SharpStep {
+    Storage storage, state;  // of parameters and their gradients; of moments
+    int storage_bits, state_bits;
+    const std::vector<Parameter>& parameters;
+    const void* const* gradients;
+    const float* coefficients;
+    float* workspace;  // for the largest gradient, in rows of a multiple of LANES
+    int threads;
+    OptimizerSettings settings;
+};
+
 using Interrupted = bool (*)();
 
 // Acts for a policy; notices when its parameters have changed.
@@ -136,6 +156,7 @@ public:
 struct Engine {
     Stats (*update)(const Plan&, const Rollout&, const Settings&, const int64_t* order, Scale&, Interrupted);
     std::unique_ptr<Actor> (*make_actor)(const Plan&);
+    StepCounts (*sharp)(const SharpStep&);
     // Generalized advantage estimation over arrays in storage, shape (steps, envs); returns how many saturated.
     int64_t (*gae)(const Advantages&);
     // How many values were beyond the format's range, or −1 if one was not finite; stores nothing then.

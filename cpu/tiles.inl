@@ -3,7 +3,7 @@
 // C = A·B accumulates in FP32 over the inner dimension in order, whatever tile an element falls into, and rounds once:
 // a row of C has the same bits for every number of rows. Columns are padded to PAD, so no tile is cut there.
 
-constexpr int PAD = 16;
+constexpr int PAD = LANES;
 
 SB3_FP16_LANE int64_t padded(int64_t columns) { return (columns + PAD - 1) / PAD * PAD; }
 

@@ -6,8 +6,8 @@ public:
     Update(const Plan& plan, const Rollout& rollout_, const Settings& settings_)
         : rollout(rollout_), settings(settings_), model(plan, std::min(settings_.batch_size, settings_.samples), true),
           head(model.storage, model.plan), samples(model.batch, outputs(), action_size()),
-          sharp(model.storage, settings, model.workers, most(&Parameter::rows), most(&Parameter::columns)), adam(settings, model.workers),
-          naive{model.storage, settings},
+          sharp(model.storage, model.storage, settings, model.workers, model.plan.parameters),
+          adam(settings, model.workers), naive{model.storage, settings},
           log_std0(model.log_std), log_std_gradient(model.log_std),
           row(zeros(padded(std::max({model.observation_size, outputs(), action_size()})))) {
         for (Floats* per_sample : {&advantages, &returns, &old_values, &predictions, &value_signal})
@@ -67,7 +67,7 @@ private:
     Model<S, C> model;
     ActionHead<S> head;
     Samples samples;
-    Sharp<S> sharp;
+    Sharp<S, S> sharp;
     Adam adam;
     Naive<S> naive;
     std::vector<Target> targets;  // of the parameters
@@ -76,11 +76,6 @@ private:
 
     int64_t outputs() const { return model.outputs(); }
     int64_t action_size() const { return model.action_size(); }
-    int64_t most(int64_t Parameter::* extent) const {
-        int64_t found = 0;
-        for (const Parameter& p : model.plan.parameters) found = std::max(found, p.*extent);
-        return found;
-    }
 
     void find_targets() {
         for (const Parameter& p : model.plan.parameters) {

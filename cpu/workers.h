@@ -14,6 +14,8 @@ namespace sb3_fp16 {
 
 class Workers {
 public:
+    static constexpr int64_t WORTH_WAKING = 1 << 25;  // floating-point operations
+
     explicit Workers(int count) {
         for (int i = 1; i < count; ++i) threads.emplace_back([this, i] { serve(i); });
     }
@@ -34,7 +36,6 @@ public:
     // floating-point operations. Which thread takes a part must not matter to the result.
     template <class Task>
     void each(int64_t items, int64_t grain, int64_t work, const Task& task) {
-        constexpr int64_t WORTH_WAKING = 1 << 25;
         if (threads.empty() || items * work < WORTH_WAKING) return task(int64_t{0}, items);
         const int64_t parts = static_cast<int64_t>(threads.size()) + 1;
         const int64_t grains = (items + grain - 1) / grain, each_part = (grains + parts - 1) / parts * grain;

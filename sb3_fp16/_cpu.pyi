@@ -1,3 +1,4 @@
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,24 @@ class Actor:
         wants_values: bool,
         look: bool,
     ) -> tuple[int, Any, Any, Any, Any, Any]: ...
+
+OPTIMIZER_FORMATS: list[tuple[str, str]]
+
+class Optimizer:
+    def __init__(
+        self, parameter_format: str, state_format: str, parameters: Sequence[Mapping[str, Any]], isa: str = ""
+    ) -> None: ...
+    @property
+    def workspace(self) -> int: ...
+    def step(
+        self,
+        device: int,
+        stream: int,
+        workspace: int,
+        gradients: Sequence[int],
+        settings: Mapping[str, Any],
+        norm: None,
+    ) -> None: ...
 
 class Recorder:
     def __init__(self, isa: str, storage: str, arrays: list[Any]) -> None: ...

@@ -1,11 +1,12 @@
 """
-The compiled kernels (cuda/) as torch code uses them: addresses of tensors, the current stream.
+Compiled code (cuda/, cpu/) as torch code uses it: addresses of tensors, the current stream.
 
 Nothing here reads the device, so all of it may be captured in a CUDA graph.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,14 +14,19 @@ import torch as th
 from torch import Tensor
 
 MODULES: dict[str, Any] = {}
-"""By the type of device that they run on."""
+"""
+What steps an optimizer, by the type of device: ``_cuda``, which has everything else that an update on a device needs,
+and ``_cpu``, which has no more that works on tensors.
+"""
 
-try:
+with suppress(ImportError):  # no CUDA compiler where the package was installed
     from sb3_fp16 import _cuda
 
     MODULES["cuda"] = _cuda
-except ImportError:  # no CUDA compiler where the package was installed
-    pass
+with suppress(ImportError):  # no C++ compiler
+    from sb3_fp16 import _cpu
+
+    MODULES["cpu"] = _cpu
 
 NAMES = {th.float16: "fp16", th.bfloat16: "bf16", th.float32: "fp32"}
 _MOST_CORRECTIONS = 1 << 22
@@ -74,13 +80,15 @@ class KernelParameter(NamedTuple):
 
 class OptimizerKernels:
     """
-    Steps of SHARP, or of Adam where moments are FP32, over all parameters in a few launches.
+    Steps of SHARP over all parameters in a few launches, on a CPU in one call; of Adam where a GPU's moments are FP32.
 
     :param device: of the parameters
     """
 
     def __init__(self, device: th.device) -> None:
         self.device = device
+        self.workspace = th.empty(0, dtype=th.uint8, device=device)
+        """What steps need beside the state."""
         self._made_for: list[Any] | None = None
 
     def step(
@@ -118,12 +126,13 @@ class OptimizerKernels:
             "beta1": betas[0],
             "beta2": betas[1],
             "seed": settings["seed"] & 0xFFFFFFFF,
+            "threads": th.get_num_threads(),  # of a CPU
         }
         names = ("eps", "weight_decay", "decoupled_weight_decay", "state_scale", "root_rounding")
         plain |= {name: settings[name] for name in (*names, "parameter_bits", "state_bits")}
         gradients = [parameter.gradient.data_ptr() for parameter in parameters]
         where = (self.device.index or 0, stream_of(self.device))
-        self._plan.step(*where, self._workspace.data_ptr(), gradients, plain, norm)
+        self._plan.step(*where, self.workspace.data_ptr(), gradients, plain, norm)
 
     def _arrange(self, parameters: Sequence[KernelParameter]) -> None:
         """The module's own table of the parameters, made anew when anything has changed but gradients."""
@@ -132,7 +141,7 @@ class OptimizerKernels:
             return
         formats = (NAMES[parameters[0].data.dtype], NAMES[parameters[0].first_moment.dtype])
         self._plan = MODULES[self.device.type].Optimizer(*formats, [parameter.entry() for parameter in parameters])
-        self._workspace = th.empty(self._plan.workspace, dtype=th.uint8, device=self.device)
+        self.workspace = th.empty(self._plan.workspace, dtype=th.uint8, device=self.device)
         self._made_for = made_for
 
 
@@ -149,7 +158,7 @@ def kernels_serve(
     device: th.device, parameters: th.dtype, state: th.dtype, betas: tuple[float, float], is_adam: bool = False
 ) -> bool:
     """
-    Whether the device has kernels for an optimizer.
+    Whether compiled code steps an optimizer on a device.
 
     :param device: where parameters are
     :param parameters: their format
@@ -163,6 +172,7 @@ def kernels_serve(
     return is_adam or (NAMES[parameters], NAMES[state]) in module.OPTIMIZER_FORMATS
 
 
+@cache
 def _corrected_steps(*betas: float) -> int:
     """Steps after which 1 − β^t is 1 in FP32."""
     return max(1 if beta == 0 else math.ceil(-25 * math.log(2) / math.log(beta)) for beta in betas)

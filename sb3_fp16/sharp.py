@@ -2,9 +2,10 @@
 Module C, SHARP (paper Sec. 3.3): Adam with a 16-bit root second moment shared per weight row, and a writeback that
 does not lose small updates. A ``torch.optim.Optimizer`` for any model; it knows nothing of reinforcement learning.
 
-Arithmetic is FP32 on 16-bit state. Parameters of a group are updated together: by compiled kernels where the device
-has them (cuda/sharp.cuh), else in torch: there their elements lie one after another in a flat FP32 workspace, those
-with an elementwise second moment first, so that most operations run once per step and not once per parameter.
+Arithmetic is FP32 on 16-bit state. Parameters of a group are updated together: by compiled code where the device has
+it (cuda/sharp.cuh, cpu/optimizers.inl), else in torch: there their elements lie one after another in a flat FP32
+workspace, those with an elementwise second moment first, so that most operations run once per step and not once per
+parameter.
 """
 
 import math
@@ -188,7 +189,7 @@ class SHARP(th.optim.Optimizer):
         if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in group["params"]):
             raise RuntimeError("SHARP does not support sparse gradients.")
         present = tuple(
-            (position, parameter.device, parameter.dtype)
+            (position, parameter.device, parameter.dtype, _is_served(parameter, group, self.state.get(parameter, {})))
             for position, parameter in enumerate(group["params"])
             if parameter.grad is not None and parameter.numel() > 0
         )
@@ -212,9 +213,7 @@ class SHARP(th.optim.Optimizer):
         """State of one parameter, made on first use."""
         state = cast(dict[str, Tensor], self.state[parameter])
         if not state:
-            is_16_bit = parameter.dtype.itemsize == 2
-            dtype = group["state_dtype"] or (parameter.dtype if is_16_bit else th.float16)
-            root_dtype = th.float32 if group["root_rounding"] == "fp32" else dtype
+            dtype, root_dtype = _state_dtypes(parameter, group)
             device, shape = parameter.device, parameter.shape
             state["step"] = th.zeros((), dtype=th.int64, device=device)
             state["first_moment"] = th.zeros(shape, dtype=dtype, device=device)
@@ -301,16 +300,34 @@ def root_shape(shape: Sequence[int], sharing: str) -> tuple[int, ...]:
     return (shape[0],) if kind == "row" else (shape[0] + math.prod(shape[1:]),)
 
 
+def _state_dtypes(parameter: Tensor, group: Mapping[str, Any]) -> tuple[th.dtype, th.dtype]:
+    """Of m and of w."""
+    moment: th.dtype = group["state_dtype"] or (parameter.dtype if parameter.dtype.itemsize == 2 else th.float16)
+    return moment, th.float32 if group["root_rounding"] == "fp32" else moment
+
+
+def _is_served(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Tensor]) -> bool:
+    """Whether compiled code, which goes by addresses and formats, can step a parameter that has a gradient."""
+    kind = parameter.dtype
+    moment, root = _state_dtypes(parameter, group)
+    if not kernels_serve(parameter.device, kind, moment, group["betas"]):
+        return False
+    if not parameter.is_contiguous() or cast(Tensor, parameter.grad).dtype != kind:
+        return False
+    # The state may have been made under other settings, or elsewhere.
+    wanted = (("step", th.int64), ("first_moment", moment), ("root_second_moment", root), ("carry", th.float32))
+    found = [(state[name], dtype) for name, dtype in wanted if name in state]
+    return all(x.dtype == dtype and x.is_contiguous() for x, dtype in found)
+
+
 def _buckets(
-    group: dict[str, Any], present: Sequence[tuple[int, th.device, th.dtype]], first_element: int
+    group: dict[str, Any], present: Sequence[tuple[int, th.device, th.dtype, bool]], first_element: int
 ) -> list["_Bucket"]:
-    """Parameters of a group by device and dtype, for torch in portions that keep the FP32 workspace small."""
+    """Parameters of a group by device, dtype and who steps them, torch in portions with a small FP32 workspace."""
     buckets: list[_Bucket] = []
-    for kind in dict.fromkeys((device, dtype) for _, device, dtype in present):
+    for kind in dict.fromkeys(tuple(other) for _, *other in present):
         positions = [position for position, *other in present if tuple(other) == kind]
-        state_dtype = group["state_dtype"] or (kind[1] if kind[1].itemsize == 2 else th.float16)
-        contiguous = all(group["params"][position].is_contiguous() for position in positions)
-        if contiguous and kernels_serve(*kind, state_dtype, group["betas"]):
+        if kind[-1]:
             buckets.append(_KernelBucket(group, positions, first_element))
             continue
         portions: list[list[int]] = []
@@ -395,11 +412,15 @@ class _Bucket(ABC):
 
 
 class _KernelBucket(_Bucket):
-    """By the kernels of cuda/sharp.cuh: a few launches for all members, nothing read from the device."""
+    """By compiled code: a few launches or one call for all members, nothing read from a GPU."""
 
     def __init__(self, group: dict[str, Any], positions: list[int], first_element: int) -> None:
         super().__init__(group, positions, first_element)
         self.kernels = OptimizerKernels(self.device)
+
+    def scratch(self) -> int:
+        """See ``_Bucket.scratch``."""
+        return self.kernels.workspace.nbytes // 4
 
     def step(self, optimizer: SHARP, group: dict[str, Any], coefficient: Tensor, skip: Tensor | None) -> None:
         """See ``_Bucket.step``."""
@@ -412,6 +433,8 @@ class _KernelBucket(_Bucket):
         lr = scalar_on(self.device, group["lr"])
         counts = optimizer.counts_on(self.device)
         self.kernels.step(members, settings, lr, coefficient.contiguous(), skip, counts)
+        for parameter in parameters:
+            th.autograd.graph.increment_version(parameter)  # as torch's own operations do
 
 
 def kernel_parameter(
@@ -474,7 +497,7 @@ def kernel_settings(group: Mapping[str, Any], parameter: Tensor, moment: Tensor)
 
 
 class _TorchBucket(_Bucket):
-    """In torch, on any device; the definition of what kernels compute."""
+    """In torch, on any device; the definition of what compiled code computes."""
 
     def __init__(self, group: dict[str, Any], positions: list[int], first_element: int) -> None:
         super().__init__(group, positions, first_element)

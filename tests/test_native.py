@@ -18,7 +18,7 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
-from sb3_fp16 import PPOFP16, SHARP, Precision
+from sb3_fp16 import PPOFP16, SHARP, Precision, kernels
 from sb3_fp16.buffers import RolloutBufferFP16
 from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.engines.native import NativeEngine
@@ -29,6 +29,12 @@ from tests.test_engines import collected
 _cpu = pytest.importorskip("sb3_fp16._cpu")
 ISAS = [isa for isa in ("portable", "avx2", "avx512") if _cpu.supports(isa)]
 HALVES = np.arange(2**16, dtype=np.uint16)
+
+
+@pytest.fixture(autouse=True)
+def reference_in_torch(monkeypatch):
+    """The reference's optimizer step is not the native engine's own."""
+    monkeypatch.delitem(kernels.MODULES, "cpu")
 
 
 def both(toy_env, isa="portable", updates=1, seed=0, **settings):

@@ -1,4 +1,4 @@
-"""The reference engine: any policy, any device, plain torch."""
+"""The reference engine: any policy, any device, in torch."""
 
 import math
 from typing import NamedTuple, cast
@@ -55,7 +55,8 @@ class _Losses(NamedTuple):
 
 class EagerEngine:
     """
-    PPO's update in plain torch, the definition that other engines are compared with.
+    PPO's update in torch, the definition that other engines are compared with. SHARP steps as it does alone: torch
+    defines it, too, but runs it only where nothing compiled does.
 
     :param policy: to be trained, with its optimizer
     :param batch_size: minibatch size, which the initial gradient scales depend on

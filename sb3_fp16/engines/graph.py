@@ -51,9 +51,10 @@ def why_no_graph(policy: HalfPrecisionPolicy, parts: Parts | None = None) -> str
 
 
 def _obstacles(policy: HalfPrecisionPolicy) -> Iterator[str]:
-    if policy.device.type not in MODULES:
+    module: Any = MODULES.get(policy.device.type)
+    if not hasattr(module, "losses"):  # a CPU's steps an optimizer and no more
         yield f"there are no kernels for {policy.device}: sb3_fp16._cuda was not built"
-    elif not MODULES[policy.device.type].device_count():
+    elif not module.device_count():
         yield "no CUDA device can be used"
     if is_naive(policy.precision) or not policy.precision.format.is_native:
         yield f"{policy.precision.name} is a study of torch's own operations, or of formats that no device has"

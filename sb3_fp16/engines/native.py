@@ -174,11 +174,11 @@ class NativeEngine(EagerEngine):
         held += [first, second, step, *([] if carry is None else [carry])]
         return {
             "first_moment": first.data_ptr(),
-            "second_moment": second.data_ptr(),
+            "root_second_moment": second.data_ptr(),
             "carry": 0 if carry is None else carry.data_ptr(),
             "step": step.data_ptr(),
             "first_element": first_element,
-            "network": self._networks_in_order[i],
+            "coefficient": self._networks_in_order[i],
             "sharing": shared_as(parameter.shape, sharing),
             "writeback": writeback,
         }

@@ -45,6 +45,6 @@ def simulated(tmp_path_factory):
 
 @pytest.fixture
 def on_cpu(simulated, monkeypatch):
-    """Kernels serve tensors on the CPU."""
+    """Kernels, and not the CPU's own code, serve tensors on the CPU."""
     monkeypatch.setitem(kernels.MODULES, "cpu", simulated)
     return simulated

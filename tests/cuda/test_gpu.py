@@ -18,7 +18,7 @@ from sb3_fp16 import PPOFP16, SHARP, kernels
 from sb3_fp16.engines.graph import _Update
 from sb3_fp16.sharp import ROOT_ROUNDING, SHARING, WRITEBACK
 from tests.cuda.test_graph import BOUNDS, PRESETS, agree, both
-from tests.cuda.test_optimizers import SHAPES, compare, trained
+from tests.stepping import SHAPES, assert_same_bits, compare, trained
 from tests.test_engines import collected
 from tests.test_native import ACTIONS, logged
 
@@ -261,7 +261,7 @@ def test_a_second_device(toy):
 @pytest.mark.parametrize("sharing", SHARING)
 def test_kernels_are_torchs(sharing, writeback, root_rounding, monkeypatch):
     modes = {"sharing": sharing, "writeback": writeback, "root_rounding": root_rounding}
-    compare(th.float16, None, monkeypatch, share=0.005, device=DEVICE, **modes)
+    compare(th.float16, monkeypatch, share=0.005, device=DEVICE, **modes)
 
 
 @pytest.mark.parametrize(
@@ -276,16 +276,11 @@ def test_kernels_are_torchs(sharing, writeback, root_rounding, monkeypatch):
     ],
 )
 def test_kernels_are_torchs_in_every_format(dtype, extra, monkeypatch):
-    compare(dtype, None, monkeypatch, share=0.005, device=DEVICE, **extra)
+    compare(dtype, monkeypatch, share=0.005, device=DEVICE, **extra)
 
 
 def assert_bits_of_the_simulator(dtype, **settings):
-    (a, ours), (b, theirs) = (trained(dtype, device=device, **settings) for device in (DEVICE, "cpu"))
-    for x, y in zip(a, b, strict=True):
-        assert th.equal(x.cpu(), y), settings
-        for name, value in theirs.state[y].items():
-            assert th.equal(ours.state[x][name].cpu(), value), (name, settings)
-    assert ours.pop_statistics() == theirs.pop_statistics()
+    assert_same_bits(*(trained(dtype, device=device, **settings) for device in (DEVICE, "cpu")))
 
 
 @pytest.mark.parametrize("sharing", SHARING)

@@ -137,7 +137,7 @@ def test_launches_keep_the_rules_of_a_capture(toy, precision, actions, on_cpu, m
     def rehearse_and_capture(update, work):
         def addresses():
             gradients = [p.gradient.data_ptr() for p in update.parameters]
-            return [gradients, update.optimizer._workspace.data_ptr(), update.loss_room.data_ptr()]
+            return [gradients, update.optimizer.workspace.data_ptr(), update.loss_room.data_ptr()]
 
         update.stopped.fill_(True)
         update._launch(0, 0, update.batch)

@@ -11,102 +11,49 @@ from sb3_fp16 import SHARP, kernels
 from sb3_fp16.kernels import KernelParameter, OptimizerKernels
 from sb3_fp16.scalars import GradientScale, clip_coefficients
 from sb3_fp16.sharp import ROOT_ROUNDING, SHARING, WRITEBACK
-
-# Odd rows and columns, vectors, a single element, more than a block's rows, columns and elements, narrow matrices.
-SHAPES = [(33, 40), (40,), (17, 64), (6, 33), (6,), (1,), (1, 70), (5, 8), (2, 3, 5), (70, 300)]
-MODES = list(itertools.product(SHARING, WRITEBACK, ROOT_ROUNDING))
-
-
-def trained(dtype, seed=0, steps=4, shapes=SHAPES, scale=3.0, rows=(), device="cpu", **settings):
-    """Parameters and optimizer after some steps on drawn gradients, the third skipped; ``rows`` are factors of rows."""
-    generator = th.Generator().manual_seed(seed)
-    drawn = [(th.randn(shape, generator=generator) * 0.1).to(dtype) for shape in shapes]
-    parameters = [x.to(device).requires_grad_() for x in drawn]
-    optimizer = SHARP(parameters, lr=1e-2, seed=5, **settings)
-    for step in range(steps):
-        for parameter in parameters:
-            gradient = th.randn(parameter.shape, generator=generator) * scale
-            for row, factor in enumerate(rows[: len(gradient)] if parameter.ndim > 1 else ()):
-                gradient[row] *= factor
-            parameter.grad = gradient.to(dtype).to(device)
-        coefficients = th.rand(len(parameters), generator=generator).to(device)
-        optimizer.step(coefficient=coefficients, skip=th.tensor(step == 2, device=device))
-    return parameters, optimizer
-
-
-def compare(dtype, on_cpu, monkeypatch, share=0.002, device="cpu", **settings):
-    """Nearly all parameters and state are torch's bits; where a sum's order decides a rounding, a step apart."""
-    by_kernels, kernels_own = trained(dtype, device=device, **settings)
-    assert all(type(b).__name__ == "_KernelBucket" for _, buckets in kernels_own._buckets.values() for b in buckets)
-    monkeypatch.delitem(kernels.MODULES, device)
-    by_torch, torchs_own = trained(dtype, device=device, **settings)
-    assert all(type(b).__name__ == "_TorchBucket" for _, buckets in torchs_own._buckets.values() for b in buckets)
-    differing = total = 0
-    for a, b in zip(by_kernels, by_torch, strict=True):
-        for name, x in {"": a.data, **kernels_own.state[a]}.items():
-            y = b.data if not name else torchs_own.state[b][name]
-            assert x.dtype == y.dtype
-            assert x.shape == y.shape
-            if name == "carry":  # what rounding left: where one went the other way, a step of the parameter is in it
-                differing, total = differing + int(((x - y).abs() > 1e-6).sum()), total + x.numel()
-                assert float((x - y).abs().max()) <= 2.1 * th.finfo(a.dtype).eps * float(a.data.abs().max())
-                continue
-            if x.dtype == th.float32:
-                tolerance = {"": 5e-5}.get(name, 1e-6)  # a parameter feels a tick of its second moment
-                assert float((x - y).abs().max()) <= tolerance * max(1e-3, float(y.abs().max()))
-                continue
-            differing, total = differing + int((x != y).sum()), total + x.numel()
-            bits = settings.get("significand_bits")
-            ulp = 0 if not x.is_floating_point() else 2.0**-bits if bits else th.finfo(x.dtype).eps
-            assert float((x.double() - y.double()).abs().max()) <= 2.1 * ulp * float(y.double().abs().max())
-    assert differing <= share * total
-    counts, others = kernels_own.pop_statistics(), torchs_own.pop_statistics()
-    assert counts[0] == others[0] > 0
-    assert abs(counts[1] - others[1]) <= 3
-    assert counts[2] == others[2]
+from tests.stepping import CASES, MODES, SHAPES, assert_same_bits, compare, trained
 
 
 @pytest.mark.parametrize(("sharing", "writeback", "root_rounding"), MODES)
 def test_every_mode_in_fp16(sharing, writeback, root_rounding, on_cpu, monkeypatch):
     modes = {"sharing": sharing, "writeback": writeback, "root_rounding": root_rounding}
-    compare(th.float16, on_cpu, monkeypatch, shapes=SHAPES[:8], **modes)
+    compare(th.float16, monkeypatch, shapes=SHAPES[:8], **modes)
 
 
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    ("dtype", "extra"),
-    [
-        (th.float16, {"weight_decay": 0.1}),
-        (th.float16, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
-        (th.float16, {"significand_bits": 6}),
-        (th.float16, {"state_scale": 2.0**16, "scale": 300.0}),  # moments saturate
-        (th.bfloat16, {}),
-        (th.bfloat16, {"scale": 1e25}),  # squares leave FP32
-        (th.bfloat16, {"scale": 1e-25, "eps": 1e-30}),
-        (th.float32, {}),
-        (th.float32, {"state_dtype": th.bfloat16, "weight_decay": 0.1}),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "extra"), CASES)
 def test_formats_and_settings(dtype, extra, seed, sharing, on_cpu, monkeypatch):
-    compare(dtype, on_cpu, monkeypatch, seed=seed, sharing=sharing, **extra)
+    compare(dtype, monkeypatch, seed=seed, sharing=sharing, **extra)
 
 
 @pytest.mark.parametrize("sharing", ["row", "rank1"])
 def test_rows_far_from_their_layer_are_clipped(sharing, on_cpu, monkeypatch):
-    compare(th.float16, on_cpu, monkeypatch, sharing=sharing, rows=(300.0, 1e-3), writeback="nearest")
+    compare(th.float16, monkeypatch, sharing=sharing, rows=(300.0, 1e-3), writeback="nearest")
 
 
 @pytest.mark.parametrize("order", range(4))
 def test_the_order_of_threads_changes_no_bit(order, on_cpu, monkeypatch):
-    expected, _ = trained(th.float16)
+    expected = trained(th.float16)
     monkeypatch.setenv("SB3_FP16_SIMT_SEED", str(order + 1))
-    found, _ = trained(th.float16)
-    assert all(th.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert_same_bits(trained(th.float16), expected)
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize(("dtype", "extra"), [(th.float16, {}), *CASES])
+def test_a_cpus_steps_have_the_same_bits(dtype, extra, sharing, simulated, monkeypatch):
+    on_a_cpu = pytest.importorskip("sb3_fp16._cpu")
+    for writeback, root_rounding in zip(WRITEBACK, itertools.cycle(ROOT_ROUNDING), strict=False):
+        modes = {"sharing": sharing, "writeback": writeback, "root_rounding": root_rounding}
+        results = []
+        for module in (simulated, on_a_cpu):
+            monkeypatch.setitem(kernels.MODULES, "cpu", module)
+            results.append(trained(dtype, shapes=SHAPES[:8], steps=2, **modes, **extra))
+        assert_same_bits(*results)
 
 
 def test_more_parameters_than_a_table_holds(on_cpu, monkeypatch):
-    compare(th.float16, on_cpu, monkeypatch, shapes=[(3, 17), (5,)] * 30)
+    compare(th.float16, monkeypatch, shapes=[(3, 17), (5,)] * 30)
 
 
 def test_what_kernels_do_not_serve_is_left_to_torch(on_cpu):
