@@ -44,6 +44,9 @@ def _steps(audits: Sequence[Audit]) -> list[int]:
 
 
 def _layers_along(axes: Any, audits: Sequence[Audit]) -> None:
+    from matplotlib import colormaps
+
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)
     for layer in audits[-1].layers:
         shares = [next(x.unchanged for x in audit.layers if x.name == layer.name) for audit in audits]
         axes.plot(_steps(audits), np.multiply(shares, 100), label=layer.name, linewidth=1)
@@ -51,7 +54,7 @@ def _layers_along(axes: Any, audits: Sequence[Audit]) -> None:
     axes.set(
         title="nonzero updates that change nothing", xlabel="environment steps", ylabel="% of updates", ylim=(0, 100)
     )
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _writebacks(axes: Any, audits: Sequence[Audit]) -> None:
