@@ -46,7 +46,7 @@ def _steps(audits: Sequence[Audit]) -> list[int]:
 def _layers_along(axes: Any, audits: Sequence[Audit]) -> None:
     from matplotlib import colormaps
 
-    axes.set_prop_cycle(color=colormaps["tab20"].colors)
+    axes.set_prop_cycle(color=colormaps["tab20"](range(20)))
     for layer in audits[-1].layers:
         shares = [next(x.unchanged for x in audit.layers if x.name == layer.name) for audit in audits]
         axes.plot(_steps(audits), np.multiply(shares, 100), label=layer.name, linewidth=1)
