@@ -32,6 +32,8 @@ ROWS = (
     {"audit.statistics", "audit.twin"},
     {"audit.sticking", "audit.optimizer", "audit.mismatch"},
     {"audit.ranges"},
+    {"audit.measurements"},
+    {"audit.verdicts", "audit.tables"},
     {"audit.report"},
     {"audit.pictures"},
     {"audit.callback", "audit.__main__"},

@@ -6,6 +6,7 @@ What the number format does to a run: does precision hurt a model of PPOFP16 or 
 
 from sb3_fp16.audit.callback import AuditCallback
 from sb3_fp16.audit.pictures import draw
-from sb3_fp16.audit.report import Audit, Verdict, audit
+from sb3_fp16.audit.report import Audit, audit
+from sb3_fp16.audit.verdicts import Verdict
 
 __all__ = ["Audit", "AuditCallback", "Verdict", "audit", "draw"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from sb3_fp16.audit.pictures import draw
 from sb3_fp16.audit.report import Audit, audit
 from sb3_fp16.audit.sticking import seen_by_layers
+from sb3_fp16.audit.tables import COLUMNS
 from sb3_fp16.audit.twin import parameters_of
 from sb3_fp16.ppo import PPOFP16
 from sb3_fp16.precision import Precision
@@ -139,18 +140,12 @@ def _headlines(found: Audit) -> dict[str, float]:
 
 
 def _moved_row(timesteps: int, share: float) -> dict[str, Any]:
-    return {
-        "timesteps": timesteps,
-        "section": "iteration",
-        "subject": "all weights",
-        "measure": "moved",
-        "value": share,
-    }
+    return dict(zip(COLUMNS, (timesteps, "iteration", "all weights", "moved", share), strict=True))
 
 
 def _append(path: Path, rows: Sequence[dict[str, Any]], is_first: bool) -> None:
     with path.open("w" if is_first else "a", newline="") as file:
-        writer = csv.DictWriter(file, ("timesteps", "section", "subject", "measure", "value"))
+        writer = csv.DictWriter(file, COLUMNS)
         if is_first:
             writer.writeheader()
         writer.writerows(rows)

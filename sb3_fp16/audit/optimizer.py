@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch as th
-from stable_baselines3 import PPO
 from torch import Tensor, nn
 
-from sb3_fp16.audit.twin import Step, sharp_of
+from sb3_fp16.audit.twin import Step
 from sb3_fp16.ppo import PPOFP16
 from sb3_fp16.rounding import FORMATS, Format
 from sb3_fp16.sharp import ROW_CLIP, SHARP, shared_as, stored_format
@@ -104,14 +103,13 @@ class Shadow:
 
     Parameters are zeros in FP32, put back after each step: what moves them is the step itself, before any writeback.
 
-    :param model: whose SHARP is compared, or that of the preset ``fp16``
+    :param own: whose settings are taken
+    :param device: to work on
     """
 
-    def __init__(self, model: PPO) -> None:
-        own = sharp_of(model)
+    def __init__(self, own: SHARP, device: th.device) -> None:
         settings = own.param_groups[0]
         shapes = [p.shape for group in own.param_groups for p in group["params"]]
-        device = model.device
         self.parameters = [[nn.Parameter(th.zeros(shape, device=device)) for shape in shapes] for _ in range(2)]
         half = [nn.Parameter(th.zeros(shape, dtype=th.float16, device=device)) for shape in shapes]
         self.parameters.append(half)

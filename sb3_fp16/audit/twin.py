@@ -60,7 +60,7 @@ def twin_of(model: PPO, precision: str | Precision | None = None) -> PPOFP16:
         warnings.simplefilter("ignore")  # of files that need sb3_fp16: this one is read here
         model.save(file)
     file.seek(0)
-    twin = PPOFP16.load(file, device=model.device, precision=precision)
+    twin = PPOFP16.load(file, device=model.device, precision=precision, verbose=0)
     twin.set_logger(configure(format_strings=[]))
     return twin
 
@@ -144,11 +144,13 @@ class _Portion:
         return islice(self.rollout.get(batch_size), self.minibatches)
 
 
-def sharp_of(model: PPO) -> SHARP:
+def sharp_of(model: PPO) -> SHARP | None:
     """
-    The model's optimizer, or the one that the preset ``fp16`` would give it.
+    The model's optimizer, or the one that the preset ``fp16`` would give it; None where a user has chosen another.
 
     :param model: of PPOFP16 or SB3's PPO
     """
-    optimizer = model.policy.optimizer
-    return optimizer if isinstance(optimizer, SHARP) else cast(SHARP, twin_of(model, "fp16").policy.optimizer)
+    for candidate in (model, twin_of(model, "fp16")):
+        if isinstance(candidate.policy.optimizer, SHARP):
+            return candidate.policy.optimizer
+    return None

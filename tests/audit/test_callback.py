@@ -76,6 +76,21 @@ def test_what_it_writes_and_logs(toy, tmp_path, recorder, capsys):
     assert "Audit after 128 steps:" in capsys.readouterr().out
 
 
+def test_a_users_optimizer_is_audited_without_sharp(toy):
+    callback = always()
+    new(toy(), "fp16", policy_kwargs={"optimizer_class": th.optim.RMSprop}).learn(64, callback=callback)
+    assert callback.audits[0].shadows == ()
+    assert callback.audits[0].layers
+
+
+def test_copies_say_nothing(toy, capsys):
+    callback = always()
+    model = new(toy(), "fp16", verbose=1)
+    capsys.readouterr()
+    model.learn(64, callback=callback, log_interval=None)
+    assert "engine" not in capsys.readouterr().out
+
+
 def test_every_so_many_rollouts(toy):
     callback = AuditCallback(every=3, minibatches=1)
     callback.budget = 100.0

@@ -35,7 +35,8 @@ def test_adams_second_moment_is_also_seen_as_fp16_would_keep_it(toy):
 
 def test_steps_beside_adam(toy):
     """Adam in FP16 loses its second moment and takes giant steps; SHARP does neither."""
-    shadow = Shadow(model := trained(toy))
+    model = trained(toy)
+    shadow = Shadow(sharp_of(model), model.device)
     replay(twin_of(model), model.rollout_buffer, 4, shadow.observe)
     sharp, half = shadow.rows()
     assert (sharp.optimizer, half.optimizer) == ("SHARP", "Adam in FP16")
@@ -48,7 +49,8 @@ def test_steps_beside_adam(toy):
 
 def test_without_sharing_and_rounding_sharp_is_adam(toy):
     precision = Precision(input_sharing="elementwise", hidden_sharing="elementwise", root_rounding="fp32")
-    shadow = Shadow(model := trained(toy, precision))
+    model = trained(toy, precision)
+    shadow = Shadow(sharp_of(model), model.device)
     replay(twin_of(model), model.rollout_buffer, 4, shadow.observe)
     assert shadow.rows()[0].ratio == pytest.approx(1, abs=1e-3)
     assert shadow.rows()[0].cosine == pytest.approx(1, abs=1e-4)
