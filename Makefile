@@ -34,9 +34,15 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.cpu
 	$(BIN)/python -m benchmarks.state_bytes
 	$(BIN)/python -m benchmarks.stress
+	$(BIN)/python -m benchmarks.split_k
+	$(BIN)/python -m benchmarks.audit
 
 reproduce: $(READY)
 	$(BIN)/python -m benchmarks.halfcheetah
+	$(BIN)/python -m benchmarks.fidelity
+	$(BIN)/python -m benchmarks.sweep
+	$(BIN)/python -m benchmarks.sticking
+	$(BIN)/python -m benchmarks.recurrent_toy
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard cpu/*) $(wildcard cuda/*)
 	$(PYTHON) -m venv $(VENV)

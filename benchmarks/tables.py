@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import audit, cpu, gpu, halfcheetah, recurrent_toy, split_k, state_bytes, sweep, zoo
+from benchmarks import audit, cpu, fidelity, gpu, halfcheetah, recurrent_toy, split_k, state_bytes, sweep, zoo
 from benchmarks.runner import read_csv
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +39,8 @@ PAGES: dict[Path, dict[str, tuple[Path, Callable[..., str]]]] = {
         "audit_cost": (audit.COST_FILE, audit.cost_table),
     },
     ROOT / "docs" / "precision.md": {
+        "fidelity": (fidelity.FILE, fidelity.table),
+        "sweep": (sweep.FILE, sweep.table),
         "split_k": (split_k.FILE, split_k.table),
         "recurrent_toy": (recurrent_toy.FILE, recurrent_toy.table),
         "recurrent_toy_sequences": (recurrent_toy.SEQUENCES_FILE, recurrent_toy.sequence_table),
