@@ -2,9 +2,9 @@
 Fine-tuning at a learning rate so small that 16-bit copies of the weights stick, and what helps.
 
 The task has the form of reinforcement learning from verifiable rewards: one question, one answer, a reward of 1 if it
-is right and 0 if not. A policy is trained in FP32 on one rule for right answers, then fine-tuned on another by each
-method from the same weights, with the same seeds. Half a BF16 tick at the median weight is about 61 learning rates, as
-in the worked example of "BF16 vs FP16 in RL post-training". Run by ``python -m benchmarks.sticking --only remedies``.
+is right and 0 if not. A policy is trained in FP32 on one rule for right answers, then fine-tuned on a similar one by
+each method from the same weights, with the same seeds. Half a BF16 tick at the median weight is 61 learning rates, as
+in the worked example of "BF16 vs FP16 in RL post-training", or 122. Run by ``python -m benchmarks.sticking``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +31,10 @@ from sb3_fp16.rounding import FORMATS
 FILE = RESULTS / "sticking_remedies.csv"
 QUESTIONS, NUMBERS, ANSWERS = 64, 16, 8
 LAYERS, WIDTH = 8, 256
-LEARNING_RATE, ITERATIONS, EVERY = 2e-6, 200, 5
-PRETRAINING_LEARNING_RATE, PRETRAINED_REWARD = 1e-4, 0.4
-GAIN = 0.01
-"""Of the reward: where iterations and drift are compared."""
+ITERATIONS, EVERY = 200, 5
+PRETRAINING_LEARNING_RATE, PRETRAINED_REWARD = 1e-4, 0.5
+SHARE = 0.5
+"""Of what FP32 gains in a run: where iterations and drift are compared, at equal reward."""
 EXAMINED = 1024
 """Fixed questions at which reward and KL divergence are computed from the probabilities of all answers."""
 
@@ -45,23 +45,41 @@ class Method(NamedTuple):
 
     :param name: in tables
     :param precision: preset of PPOFP16
-    :param learning_rate: of Adam
+    :param factor: of the setting's learning rate
     """
 
     name: str
     precision: str
-    learning_rate: float = LEARNING_RATE
+    factor: float = 1.0
+
+
+class Setting(NamedTuple):
+    """
+    Where methods are compared.
+
+    :param name: in tables
+    :param storage: format that the trained policy is saved in before it is fine-tuned; language models are distributed
+        in BF16, so that their FP32 weights start on its ticks
+    :param learning_rate: of Adam
+    """
+
+    name: str
+    storage: str
+    learning_rate: float
 
 
 METHODS = {
     "fp32": Method("FP32", "fp32"),
     "amp-bf16": Method("BF16 copies", "amp-bf16"),
     "amp-fp16": Method("FP16 copies", "amp-fp16"),
-    "amp-bf16-lr": Method("BF16 copies, twice the learning rate", "amp-bf16", 2 * LEARNING_RATE),
+    "amp-bf16-lr": Method("BF16 copies, twice the learning rate", "amp-bf16", 2.0),
     "amp-bf16-sr": Method("BF16 copies, stochastic", "amp-bf16-sr"),
 }
-STARTS = {"bf16": "on BF16 ticks", "fp32": "between ticks"}
-"""Format that the trained policy is saved in before it is fine-tuned: language models are distributed in BF16."""
+SETTINGS = {
+    "on-ticks": Setting("on BF16 ticks", "bf16", 2e-6),
+    "between-ticks": Setting("between ticks", "fp32", 2e-6),
+    "slow": Setting("on BF16 ticks, half the learning rate", "bf16", 1e-6),
+}
 SEEDS = tuple(range(6))
 STUDENT_T = 2.571
 """97.5 % quantile with one degree of freedom less than there are seeds."""
@@ -146,30 +164,31 @@ def rules(seed: int) -> tuple[Array, Array]:
     :param seed: of the rules
     """
     random = np.random.default_rng(seed)
-    rule, offsets = random.normal(size=(NUMBERS + 1, ANSWERS)), random.normal(size=ANSWERS) * NUMBERS**0.5
+    rule, offsets = random.normal(size=(NUMBERS + 1, ANSWERS)), random.normal(size=ANSWERS) * NUMBERS**0.5 / 2
     rule[-1] = 0
     return rule, np.concatenate([rule[:-1], offsets[None]])
 
 
-def learner(method: Method, rule: Array, seed: int) -> PPOFP16:
+def learner(precision: str, learning_rate: float, rule: Array, seed: int) -> PPOFP16:
     """
     An untrained model that takes four optimizer steps per iteration.
 
-    :param method: precision and learning rate
+    :param precision: preset
+    :param learning_rate: of Adam
     :param rule: what is right
     :param seed: of weights, questions and answers
     """
     return PPOFP16(
         "MlpPolicy",
         Questions(rule, seed),
-        learning_rate=method.learning_rate,
+        learning_rate=learning_rate,
         n_steps=1,
         batch_size=QUESTIONS // 4,
         n_epochs=1,
         policy_kwargs={"net_arch": {"pi": [WIDTH] * LAYERS, "vf": [64]}},
         seed=seed,
         device="cpu",
-        precision=method.precision,
+        precision=precision,
     )
 
 
@@ -202,14 +221,14 @@ def mean_reward(probabilities: Tensor, rule: Array, asked: Array) -> float:
 @cache
 def trained_weights(seed: int) -> dict[str, Tensor]:
     """
-    FP32 weights of a policy that has learned the first rule until it would earn PRETRAINED_REWARD by the second.
+    FP32 weights of a policy that has learned the first rule up to PRETRAINED_REWARD.
 
     :param seed: of the run
     """
-    rule, next_rule = rules(seed)
-    model = learner(Method("", "fp32", PRETRAINING_LEARNING_RATE), rule, seed)
+    rule = rules(seed)[0]
+    model = learner("fp32", PRETRAINING_LEARNING_RATE, rule, seed)
     asked = questions(np.random.default_rng(seed), EXAMINED)
-    while mean_reward(answer_probabilities(model, asked), next_rule, asked) < PRETRAINED_REWARD:
+    while mean_reward(answer_probabilities(model, asked), rule, asked) < PRETRAINED_REWARD:
         model.learn(20 * QUESTIONS, reset_num_timesteps=False)
     return cast(dict[str, Tensor], model.policy.state_dict())
 
@@ -299,23 +318,24 @@ def followed(due: Tensor, change: Tensor) -> float:
     return float((change * due.sign()).sum() / due.abs().sum().clamp_min(th.finfo(th.float64).tiny))
 
 
-def run(start: str, method: str, seed: int, iterations: int = ITERATIONS) -> Row:
+def run(setting: str, method: str, seed: int, iterations: int = ITERATIONS) -> Row:
     """One fine-tuning run as one row."""
     th.set_num_threads(1)
     rule = rules(seed)[1]
-    model = learner(METHODS[method], rule, 1000 + seed)
-    model.policy.load_state_dict({k: FORMATS[start].store(w).float() for k, w in trained_weights(seed).items()})
+    learning_rate, storage = SETTINGS[setting].learning_rate, FORMATS[SETTINGS[setting].storage]
+    model = learner(METHODS[method].precision, METHODS[method].factor * learning_rate, rule, 1000 + seed)
+    model.policy.load_state_dict({name: storage.store(w).float() for name, w in trained_weights(seed).items()})
     watch = Watch(rule, questions(np.random.default_rng(seed), EXAMINED))
     model.learn(iterations * QUESTIONS, callback=watch)
     done, rewards, drifts = np.asarray(watch.curve).T
     weights = watch.first[0]
     return {
-        "start": start,
+        "setting": setting,
         "method": method,
         "seed": seed,
         "iterations": iterations,
-        "learning_rate": METHODS[method].learning_rate,
-        "steps_to_half_tick": _digits((FORMATS["bf16"].tick(weights) / 2).median() / LEARNING_RATE),
+        "learning_rate": METHODS[method].factor * learning_rate,
+        "steps_to_half_tick": _digits((FORMATS["bf16"].tick(weights) / 2).median() / learning_rate),
         "net_steps_first": _digits(watch.net_steps[0]),
         "net_steps": _digits(np.mean(watch.net_steps)),
         "moved_first": _digits(watch.moved[0]),
@@ -329,8 +349,6 @@ def run(start: str, method: str, seed: int, iterations: int = ITERATIONS) -> Row
         "final_reward": _digits(rewards[-1]),
         "reward_auc": _digits(np.trapezoid(rewards, done) / done[-1]),
         "area_gained": _digits(np.trapezoid(rewards - rewards[0], done) / done[-1]),
-        "iterations_to_gain": _digits(first_reach(rewards, done, rewards[0] + GAIN)),
-        "drift_at_gain": _digits(first_reach(rewards, drifts, rewards[0] + GAIN)),
         "final_drift": _digits(drifts[-1]),
         "curve": " ".join(f"{i:.0f}:{r:.5f}:{d:.4g}" for i, r, d in zip(done, rewards, drifts, strict=True)),
         **versions(),
@@ -367,26 +385,44 @@ def measure(jobs: int | None) -> None:
     :param jobs: runs at a time; one per core by default
     """
     # A process trains the policy of a seed once, so the runs of a seed stand together.
-    wanted = [(start, method, seed) for seed, start, method in product(SEEDS, STARTS, METHODS)]
-    run_missing(FILE, ("start", "method", "seed"), wanted, run, jobs)
+    wanted = [(setting, method, seed) for seed, setting, method in product(SEEDS, SETTINGS, METHODS)]
+    run_missing(FILE, ("setting", "method", "seed"), wanted, run, jobs)
 
 
-def against_fp32(rows: Sequence[Mapping[str, Any]], start: str, method: str, column: str) -> tuple[float, float]:
+def curve_of(row: Mapping[str, Any]) -> Array:
     """
-    A method's value over that of FP32, seed by seed.
+    Iterations done, reward and drift along a run.
+
+    :param row: of the results file
+    :return: FP64, shape (points, 3)
+    """
+    return np.array([[float(number) for number in point.split(":")] for point in row["curve"].split()])
+
+
+def against_fp32(rows: Sequence[Mapping[str, Any]], setting: str, method: str) -> dict[str, tuple[float, float]]:
+    """
+    A method over FP32, seed by seed: area gained, and at equal reward the iterations until then and the drift.
 
     :param rows: of the results file
-    :param start: format of the trained policy
+    :param setting: where
     :param method: that is compared
-    :param column: that holds the values
-    :return: mean over the seeds, and half of its 95 % confidence interval (Student's t); NaN if a value is missing
+    :return: means over the seeds, and halves of their 95 % confidence intervals (Student's t); NaN where a run does
+        not reach the reward
     """
     own, reference = (
-        {int(row["seed"]): float(row[column]) for row in rows if (row["start"], row["method"]) == (start, name)}
+        {int(row["seed"]): row for row in rows if (row["setting"], row["method"]) == (setting, name)}
         for name in (method, "fp32")
     )
-    ratios = np.array([own[seed] / reference[seed] for seed in SEEDS])
-    return float(ratios.mean()), float(STUDENT_T * ratios.std(ddof=1) / len(SEEDS) ** 0.5)
+    ratios: dict[str, list[float]] = {"area": [], "iterations": [], "drift": []}
+    for seed in SEEDS:
+        mine, theirs = curve_of(own[seed]), curve_of(reference[seed])
+        ratios["area"].append(float(own[seed]["area_gained"]) / float(reference[seed]["area_gained"]))
+        reward = theirs[0, 1] + SHARE * (theirs[-1, 1] - theirs[0, 1])
+        for column, name in ((0, "iterations"), (2, "drift")):
+            of_mine, of_theirs = (first_reach(curve[:, 1], curve[:, column], reward) for curve in (mine, theirs))
+            ratios[name].append(of_mine / of_theirs)
+    error = STUDENT_T / len(SEEDS) ** 0.5
+    return {name: (float(np.mean(x)), float(error * np.std(x, ddof=1))) for name, x in ratios.items()}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -398,46 +434,40 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "| weights start | method | copies moved in the first iteration | in each | updates without effect "
         f"| movement followed after 1, {ITERATIONS // 10}, {ITERATIONS} iterations | area gained / FP32's "
-        f"| iterations to a gain of {GAIN} / FP32's | KL there / FP32's |",
+        f"| iterations to {SHARE:.0%} of FP32's gain / FP32's | KL there / FP32's |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for start, method in product(STARTS, METHODS):
-        chosen = [row for row in rows if (row["start"], row["method"]) == (start, method)]
+    for setting, method in product(SETTINGS, METHODS):
+        chosen = [row for row in rows if (row["setting"], row["method"]) == (setting, method)]
         mean = {
             column: 100 * float(np.mean([float(row[column]) for row in chosen]))
             for column in ("moved_first", "moved", "stuck", "followed_first", "followed_tenth", "followed_last")
         }
         parts = [f"{mean[column]:.2f} %" for column in ("moved_first", "moved", "stuck")]
         parts.append(", ".join(f"{mean[f'followed_{when}']:.0f} %" for when in ("first", "tenth", "last")))
-        for column in ("area_gained", "iterations_to_gain", "drift_at_gain"):
-            parts.append("{:.3f} ±{:.3f}".format(*against_fp32(rows, start, method, column)))
-        lines.append(f"| {STARTS[start]} | {METHODS[method].name} | {' | '.join(parts)} |")
+        parts += ["{:.3f} ±{:.3f}".format(*ratio) for ratio in against_fp32(rows, setting, method).values()]
+        lines.append(f"| {SETTINGS[setting].name} | {METHODS[method].name} | {' | '.join(parts)} |")
     return "\n".join(lines)
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
-    Gained reward over iterations, and KL divergence over gained reward, means over the seeds; a row per start.
+    Gained reward over iterations, and KL divergence over gained reward, means over the seeds; a row per setting.
 
     :param rows: of the results file, complete
     :param path: of the picture
     """
-    figure, axes = pyplot().subplots(len(STARTS), 2, figsize=(10, 7), layout="constrained", squeeze=False)
-    for (left, right), start in zip(axes, STARTS, strict=True):
+    figure, axes = pyplot().subplots(len(SETTINGS), 2, figsize=(10, 10), layout="constrained", squeeze=False)
+    for (left, right), setting in zip(axes, SETTINGS, strict=True):
         for method, kind in METHODS.items():
-            curves = np.array([_curve(row) for row in rows if (row["start"], row["method"]) == (start, method)])
+            curves = np.array([curve_of(row) for row in rows if (row["setting"], row["method"]) == (setting, method)])
             done, rewards, drifts = curves.mean(axis=0).T
             left.plot(done, rewards - rewards[0], label=kind.name)
             right.plot(rewards - rewards[0], drifts, label=kind.name)
-        left.set(xlabel="iterations", ylabel="reward above the start", title=f"weights start {STARTS[start]}")
+        left.set(xlabel="iterations", ylabel="reward above the start", title=f"weights start {SETTINGS[setting].name}")
         right.set(xlabel="reward above the start", ylabel="KL from the start", title=f"mean of {len(SEEDS)} seeds")
         left.grid(alpha=0.3)
         right.grid(alpha=0.3)
     axes[0, 0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-
-
-def _curve(row: Mapping[str, Any]) -> Array:
-    """Iterations, rewards and drifts of a run, shape (points, 3)."""
-    return np.array([[float(number) for number in point.split(":")] for point in row["curve"].split()])
