@@ -321,10 +321,10 @@ def followed(due: Tensor, change: Tensor) -> float:
 def run(setting: str, method: str, seed: int, iterations: int = ITERATIONS) -> Row:
     """One fine-tuning run as one row."""
     th.set_num_threads(1)
-    rule = rules(seed)[1]
+    rule, trained = rules(seed)[1], trained_weights(seed)  # before a model is made, which seeds torch's generator
     learning_rate, storage = SETTINGS[setting].learning_rate, FORMATS[SETTINGS[setting].storage]
     model = learner(METHODS[method].precision, METHODS[method].factor * learning_rate, rule, 1000 + seed)
-    model.policy.load_state_dict({name: storage.store(w).float() for name, w in trained_weights(seed).items()})
+    model.policy.load_state_dict({name: storage.store(w).float() for name, w in trained.items()})
     watch = Watch(rule, questions(np.random.default_rng(seed), EXAMINED))
     model.learn(iterations * QUESTIONS, callback=watch)
     done, rewards, drifts = np.asarray(watch.curve).T

@@ -120,7 +120,7 @@ def _stochastic_figures(tick: float) -> Iterator[Row]:
     yield _figure("stochastic: probability of a tick at the first step, percent", 0.8, 100 * STEP / tick)
     for steps in (1, STEPS_PER_ITERATION, 61):
         ratio, error, share = stochastic_movement(steps)
-        name = f"stochastic: mean movement after {steps} steps, over what is due"
+        name = f"stochastic: mean movement by step {steps}, over what is due"
         yield _figure(name, 1, ratio, f"±{4 * error:.2g} (4 standard errors)")
         if steps == 1:
             error = (share * (1 - share) / DRAWS) ** 0.5

@@ -125,10 +125,39 @@ def test_runs_tell_what_sticks(tiny):
     assert 1 < slow["net_steps_first"] <= 4.01
 
 
+def test_a_run_does_not_depend_on_what_ran_before(tiny):
+    cold, warm = (finetuning.run("on-ticks", "amp-fp16", 0, iterations=5) for _ in range(2))
+    assert cold == warm
+
+
 def test_weights_that_start_between_ticks_follow_at_once(tiny):
     row = finetuning.run("between-ticks", "amp-bf16", 0, iterations=10)
     assert row["followed_last"] > 0.5
     assert row["stuck"] > 0.9
+
+
+def test_methods_are_compared_seed_by_seed_at_equal_reward(monkeypatch):
+    """FP32 gains 0.4 in 20 iterations; the other method half of that in twice the time, with three times the drift."""
+    monkeypatch.setattr(finetuning, "SEEDS", (0, 1))
+    curves = {"fp32": "0:{0}:0 10:{1}:0.1 20:{2}:0.3", "amp-bf16": "0:{0}:0 10:{0}:0 20:{1}:0.3"}
+    areas = {("fp32", 0): 0.2, ("fp32", 1): 0.4, ("amp-bf16", 0): 0.1, ("amp-bf16", 1): 0.2}
+    rows = [
+        {
+            "setting": "slow",
+            "method": method,
+            "seed": str(seed),
+            "area_gained": str(area),
+            "curve": curves[method].format(seed, seed + 0.2, seed + 0.4),
+        }
+        for (method, seed), area in areas.items()
+    ]
+    compared = finetuning.against_fp32(rows, "slow", "amp-bf16")
+    for name, ratio in {"area": 0.5, "iterations": 2, "drift": 3}.items():
+        assert compared[name] == pytest.approx((ratio, 0), abs=1e-9)
+    rows[-1]["area_gained"] = "0.6"
+    assert finetuning.against_fp32(rows, "slow", "amp-bf16")["area"] == pytest.approx(
+        (1, finetuning.STUDENT_T * 2**0.5 / 2 / 2**0.5)
+    )
 
 
 def test_remedies_are_complete():
