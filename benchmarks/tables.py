@@ -9,7 +9,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import audit, cpu, fidelity, gpu, halfcheetah, recurrent_toy, split_k, state_bytes, sweep, zoo
+from benchmarks import (
+    audit,
+    cpu,
+    fidelity,
+    finetuning,
+    gpu,
+    halfcheetah,
+    recurrent_toy,
+    split_k,
+    state_bytes,
+    sticking,
+    sweep,
+    zoo,
+)
 from benchmarks.runner import read_csv
 
 ROOT = Path(__file__).parent.parent
@@ -17,6 +30,7 @@ README, DETAILS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 PICTURES: dict[str, tuple[Path, Callable[..., None]]] = {
     "halfcheetah": (halfcheetah.FILE, halfcheetah.draw),
     "recurrent_toy": (recurrent_toy.SEQUENCES_FILE, recurrent_toy.draw),
+    "remedies": (finetuning.FILE, finetuning.draw),
     "sweep": (sweep.FILE, sweep.draw),
 }
 # Results file and what makes Markdown of its rows, by the page and the name in its marks.
@@ -39,6 +53,7 @@ PAGES: dict[Path, dict[str, tuple[Path, Callable[..., str]]]] = {
         "audit_cost": (audit.COST_FILE, audit.cost_table),
     },
     ROOT / "docs" / "precision.md": {
+        **{f"sticking_{name}": (part.file, part.table) for name, part in sticking.PARTS.items()},
         "fidelity": (fidelity.FILE, fidelity.table),
         "sweep": (sweep.FILE, sweep.table),
         "split_k": (split_k.FILE, split_k.table),

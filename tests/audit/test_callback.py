@@ -1,4 +1,5 @@
 import csv
+import time
 
 import pytest
 import torch as th
@@ -102,6 +103,18 @@ def test_audits_beyond_the_budget_are_put_off(toy):
     callback = AuditCallback(every=1, minibatches=1, budget=1e-6)
     new(toy(), "fp16").learn(64 * 4, callback=callback)
     assert [found.timesteps for found in callback.audits] == [64]
+
+
+@pytest.mark.parametrize(("longest", "audits"), [(0.4, 1), (1.0, 0)])
+def test_an_audit_counts_before_it_is_made(monkeypatch, longest, audits):
+    """Of ten seconds a fifth may go into audits, and 1.5 have."""
+    callback, made = AuditCallback(budget=0.2), []
+    monkeypatch.setattr(callback, "_audit", lambda: made.append(1))
+    monkeypatch.setattr(callback, "_weights", list)
+    callback._rollouts = callback._due = 5
+    callback._started, callback._seconds, callback._longest = time.perf_counter() - 10, 1.5, longest
+    callback._on_rollout_end()
+    assert len(made) == audits
 
 
 def test_one_callback_for_two_runs(toy, tmp_path):
