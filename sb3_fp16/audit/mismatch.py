@@ -25,7 +25,6 @@ from sb3_fp16.audit.statistics import (
 )
 from sb3_fp16.audit.twin import SINGLE, twin_of
 from sb3_fp16.buffers import Minibatch, RolloutBufferFP16
-from sb3_fp16.distributions import ResidualDistribution
 from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.engines.native_plan import HEADS
 from sb3_fp16.ppo import PPOFP16
@@ -225,14 +224,12 @@ def _parameters(twin: PPOFP16, by: str, observations: list[Any], size: int) -> B
 def _mismatch(
     acts: str, trains: str, measure: Any, behaviour: Behaviour, trainer: Behaviour, episodes: Episodes, seed: int
 ) -> Mismatch:
-    with th.random.fork_rng([]):
-        th.manual_seed(seed)
-        acting = measure.proba_distribution(*behaviour)
-        actions, log_prob = acting.sample(), None
-        log_prob = _float64(acting.log_prob(actions))
-    distribution = cast(ResidualDistribution, measure.proba_distribution(*trainer))
-    d = _float64(distribution.log_ratio(actions, behaviour))
-    kl = _float64(distribution.kl(behaviour))
+    th.manual_seed(seed)  # an audit puts the generators back
+    measure.proba_distribution(*behaviour)
+    actions = measure.sample()
+    log_prob = _float64(measure.log_prob(actions))
+    measure.proba_distribution(*trainer)
+    d, kl = _float64(measure.log_ratio(actions, behaviour)), _float64(measure.kl(behaviour))
     arrange = episodes.arrange
     return Mismatch(
         acts,

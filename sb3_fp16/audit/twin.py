@@ -150,7 +150,7 @@ def sharp_of(model: PPO) -> SHARP | None:
 
     :param model: of PPOFP16 or SB3's PPO
     """
-    for candidate in (model, twin_of(model, "fp16")):
-        if isinstance(candidate.policy.optimizer, SHARP):
-            return candidate.policy.optimizer
-    return None
+    optimizer = model.policy.optimizer
+    if not isinstance(optimizer, SHARP):
+        optimizer = twin_of(model, "fp16").policy.optimizer
+    return optimizer if isinstance(optimizer, SHARP) else None
