@@ -63,7 +63,7 @@ def runs() -> None:
     rows: list[Row] = []
     for precision in PRECISIONS:
         with tempfile.TemporaryDirectory() as folder:
-            callback = AuditCallback(folder, every=EVERY, minibatches=32, budget=1.0)
+            callback = AuditCallback(folder, every=EVERY, minibatches=32, budget=0.5)
             make_model(precision, ENV, 0, **PAPER_SETTINGS).learn(RUN_STEPS, callback)
             found: list[Row] = [dict(row) for row in read_csv(Path(folder) / "audit.csv")]
             for audit in callback.audits:

@@ -2,12 +2,14 @@
 
 import argparse
 import csv
+import pickle
 import sys
 from pathlib import Path
 
 import gymnasium as gym
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.utils import get_device
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_fp16 import saving
@@ -75,6 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
         if getattr(given, name) < 1:
             parser().error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(given, name)}")
     try:
+        get_device(given.device)  # SB3 leaves files open where it fails later
+        if given.out is not None:
+            given.out.mkdir(parents=True, exist_ok=True)
         env = make_vec_env(lambda: gym.make(given.env), given.n_envs)
         if given.vec_normalize is not None:
             env = VecNormalize.load(str(given.vec_normalize), env)
@@ -82,12 +87,11 @@ def main(arguments: list[str] | None = None) -> int:
         model = collected(given.model, env, given.steps, given.seed, given.precision, given.device)
         found = audit(model, model.rollout_buffer, given.minibatches)
         env.close()
-    except (ValueError, OSError, gym.error.Error) as problem:
+    except (ValueError, OSError, RuntimeError, pickle.UnpicklingError, gym.error.Error) as problem:
         print(f"No audit: {problem}", file=sys.stderr)
         return 2
     print(found)
     if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
         rows = found.rows()
         with (given.out / "audit.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))

@@ -1,10 +1,13 @@
 """Audits along a training run, which they do not change."""
 
 import csv
+import math
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch as th
 from stable_baselines3 import PPO
@@ -24,15 +27,16 @@ class AuditCallback(BaseCallback):
     """
     Audits a model of PPOFP16 or SB3's PPO at the end of rollouts, for ``learn(callback=...)``.
 
-    Training goes on as it would have without: audits work on copies and put all random number generators back. Figures
-    are logged as ``audit/*``. With a folder, ``audit.csv`` grows by each audit, and ``audit.png`` and ``verdict.txt``
-    are written when training ends.
+    Training goes on as it would have without: audits work on copies and put all random number generators back. One that
+    cannot be made warns, and is the last. Figures are logged as ``audit/*``. With a folder, ``audit.csv`` grows by each
+    audit, ``verdict.txt`` is of the last one, and ``audit.png`` is drawn when training ends. A run that goes on
+    (``reset_num_timesteps=False``) goes on in the same files, any other starts them anew.
 
     :param folder: to write to, made if need be; none by default
     :param every: rollouts between audits, the first one is always audited
     :param minibatches: that an audit replays, at most one epoch
-    :param budget: share of the training time that audits may take; one that would exceed it is put off. The first one
-        is not
+    :param budget: what audits may take of the time that everything else takes, at most a half; one that would exceed it
+        is put off. The first one is not
     :param verbose: 1 to print the verdicts when training ends
     :raises ValueError: for a number that makes no sense
     """
@@ -51,8 +55,8 @@ class AuditCallback(BaseCallback):
         for name, value in (("every", every), ("minibatches", minibatches)):
             if value < 1 or value != int(value):
                 raise ValueError(f"AuditCallback: {name}={value!r}; expected a positive integer.")
-        if not 0 < budget <= 1:
-            raise ValueError(f"AuditCallback: budget={budget!r}; expected a share of the training time in (0, 1].")
+        if not 0 < budget <= 0.5:
+            raise ValueError(f"AuditCallback: budget={budget!r}; expected a share of the training time in (0, 0.5].")
         self.folder = None if folder is None else Path(folder)
         self.every, self.minibatches, self.budget = every, minibatches, budget
         self.audits: list[Audit] = []
@@ -67,9 +71,11 @@ class AuditCallback(BaseCallback):
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def _on_training_start(self) -> None:
-        self.audits.clear()
-        self.moved.clear()
-        self._rollouts = self._due = 0
+        if self.model.num_timesteps == 0:
+            self.audits.clear()
+            self.moved.clear()
+        self._rollouts = 0
+        self._due: float = 0
         self._seconds = self._longest = 0.0
         self._started = time.perf_counter()
         self._before: list[Tensor] | None = None
@@ -78,24 +84,39 @@ class AuditCallback(BaseCallback):
         return True
 
     def _on_rollout_end(self) -> None:
-        elapsed = time.perf_counter() - self._started
-        fits = self._seconds + self._longest <= self.budget * elapsed
+        others = time.perf_counter() - self._started - self._seconds
+        fits = self._seconds + self._longest <= self.budget * others
         if self._rollouts >= self._due and (fits or not self._longest):
             self._due = self._rollouts + self.every
             start = time.perf_counter()
-            self._audit()
+            self._attempt(self._audit)
             self._longest = max(self._longest, time.perf_counter() - start)
             self._seconds += time.perf_counter() - start
-            self._before = self._weights()
         self._rollouts += 1
 
     def _on_rollout_start(self) -> None:
         if self._before is not None:
-            changed = sum(int((a != b).sum()) for a, b in zip(self._before, self._weights(), strict=True))
-            share = changed / max(1, sum(weights.numel() for weights in self._before))
-            self.moved.append((self.audits[-1].timesteps, share))
-            self.logger.record("audit/moved", share)
+            self._attempt(self._compare)
             self._before = None
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as problem:  # whatever it is, training is worth more than an audit of it
+            self._due = math.inf
+            warnings.warn(f"No more audits of this run: {type(problem).__name__}: {problem}", stacklevel=2)
+
+    def _compare(self) -> None:
+        """How many weights the update has moved."""
+        before = cast("list[Tensor]", self._before)
+        changed = sum(int((a != b).sum()) for a, b in zip(before, self._weights(), strict=True))
+        share = changed / max(1, sum(weights.numel() for weights in before))
+        timesteps = self.audits[-1].timesteps
+        self.moved.append((timesteps, share))
+        self.logger.record("audit/moved", share)
+        if self.folder is not None:
+            row = dict(zip(COLUMNS, (timesteps, "iteration", "all weights", "moved", share), strict=True))
+            _append(self.folder / "audit.csv", [row], is_first=False)
 
     def _audit(self) -> None:
         found = audit(self.model, self.model.rollout_buffer, self.minibatches, formats=False)
@@ -104,6 +125,8 @@ class AuditCallback(BaseCallback):
             self.logger.record(f"audit/{name}", value)
         if self.folder is not None:
             _append(self.folder / "audit.csv", found.rows(), is_first=len(self.audits) == 1)
+            (self.folder / "verdict.txt").write_text(f"{found}\n")
+        self._before = self._weights()
 
     @th.no_grad()
     def _weights(self) -> list[Tensor]:
@@ -117,10 +140,7 @@ class AuditCallback(BaseCallback):
             return
         last = self.audits[-1]
         if self.folder is not None:
-            moved = [_moved_row(*point) for point in self.moved]
-            _append(self.folder / "audit.csv", moved, is_first=False)
-            (self.folder / "verdict.txt").write_text(f"{last}\n")
-            draw(self.audits, self.folder / "audit.png")
+            self._attempt(partial(draw, self.audits, self.folder / "audit.png"))
         if self.verbose >= 1:
             print("\n".join([f"Audit after {last.timesteps:,} steps:", *map(str, last.verdicts())]))
 
@@ -137,10 +157,6 @@ def _headlines(found: Audit) -> dict[str, float]:
         "log_ratio_error": found.mismatches[0].steps.mean_abs,
         "range_used": max(row.used for row in found.ranges),
     }
-
-
-def _moved_row(timesteps: int, share: float) -> dict[str, Any]:
-    return dict(zip(COLUMNS, (timesteps, "iteration", "all weights", "moved", share), strict=True))
 
 
 def _append(path: Path, rows: Sequence[dict[str, Any]], is_first: bool) -> None:

@@ -49,7 +49,7 @@ class Measurements:
 
     @property
     def own_writeback(self) -> WritebackRow | None:
-        """That of ``writebacks`` which is the model's own; None for FP32 weights and short significands."""
+        """That of ``writebacks`` which is the model's own; None for FP32 weights."""
         wanted = _own_way(self.precision)
         return next((row for row in self.writebacks if (row.storage, row.writeback) == wanted), None)
 

@@ -167,24 +167,28 @@ def between_formats(model: PPOFP16, rollout: RolloutBuffer, seed: int = 0) -> li
     :param model: left as it is
     :param rollout: complete
     :param seed: of the actions
-    :return: none for a policy whose distribution has no parameters to compare (gSDE, or one of the user's own)
+    :return: none for a policy whose distribution has no parameters to compare (gSDE, or one of the user's own), or in
+        a format that cannot hold its weights or activations
     """
     if type(model.policy.action_dist) not in HEADS or model.policy.overridden:
         return []
     observations = [batch.observations for batch in samples_in_order(rollout, model.batch_size)]
     episodes = episodes_of(rollout)
-    twins = {name: twin_of(model, precision) for name, precision in FORMATS.items()}
+    largest = max(float(parameter.detach().abs().max()) for parameter in model.policy.parameters())
+    fitting = {name: precision for name, precision in FORMATS.items() if largest <= precision.format.max}
+    twins = {name: twin_of(model, precision) for name, precision in fitting.items()}
     measure = cast(Any, twins["fp32"].policy.action_dist)
     envs = rollout.n_envs
 
-    def policy_of(storage: str, by: str, size: int) -> Behaviour:
+    def policy_of(storage: str, by: str, size: int) -> Behaviour | None:
         return _parameters(twins[storage], by, observations, size)
 
     implementations = ["torch"] if twins["fp32"].engine.actor is None else ["native", "torch"]
     found: list[Mismatch] = []
 
-    def compare(acts: str, behaviour: Behaviour, trains: str, trainer: Behaviour) -> None:
-        found.append(_mismatch(acts, trains, measure, behaviour, trainer, episodes, seed))
+    def compare(acts: str, behaviour: Behaviour | None, trains: str, trainer: Behaviour | None) -> None:
+        if behaviour is not None and trainer is not None:
+            found.append(_mismatch(acts, trains, measure, behaviour, trainer, episodes, seed))
 
     single = policy_of("fp32", "torch", envs)  # as SB3 acts
     for storage, twin in twins.items():
@@ -199,8 +203,8 @@ def between_formats(model: PPOFP16, rollout: RolloutBuffer, seed: int = 0) -> li
 
 
 @th.no_grad()
-def _parameters(twin: PPOFP16, by: str, observations: list[Any], size: int) -> Behaviour:
-    """The policy at all observations, evaluated so many at a time."""
+def _parameters(twin: PPOFP16, by: str, observations: list[Any], size: int) -> Behaviour | None:
+    """The policy at all observations, evaluated so many at a time; None where its activations overflow the format."""
     policy, actor = twin.policy, twin.engine.actor
     policy.set_training_mode(False)
     whole = _concatenated(observations)
@@ -211,10 +215,13 @@ def _parameters(twin: PPOFP16, by: str, observations: list[Any], size: int) -> B
         if by == "native" and actor is not None:
             acted = actor.act(batch.float().numpy(), deterministic=True)
             if acted is None or acted[1].behaviour is None:
-                raise ValueError("The policy's outputs are not finite; no mismatch can be measured.")
+                return None
             parts.append(tuple(map(th.from_numpy, acted[1].behaviour)))
         else:
-            distribution = policy.evaluate(batch).distribution
+            try:
+                distribution = policy.evaluate(batch).distribution
+            except ValueError:
+                return None
             parts.append(tuple(parameter.clone() for parameter in distribution.behaviour()))
     outputs = th.cat([part[0] for part in parts])
     return GaussianBehaviour(outputs, parts[0][1]) if len(parts[0]) == 2 else LogitsBehaviour(outputs)

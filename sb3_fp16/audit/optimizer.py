@@ -25,6 +25,7 @@ class StateRow(NamedTuple):
     :param zero: share that is zero
     :param subnormal: share that is not, but has lost significant bits
     :param saturated: share at the format's largest number
+    :param lost: share of second moments that are zero although their gradients were not: their first moments are not
     """
 
     name: str
@@ -33,6 +34,7 @@ class StateRow(NamedTuple):
     zero: float
     subnormal: float
     saturated: float
+    lost: float = 0.0
 
 
 class ShadowRow(NamedTuple):
@@ -70,31 +72,45 @@ def state_rows(twin: PPOFP16) -> list[StateRow]:
     :param twin: with its state; none before its first step
     """
     optimizer = twin.policy.optimizer
-    found: dict[tuple[str, Format], list[Tensor]] = {}
+    found: dict[tuple[str, Format], list[tuple[Tensor, Tensor]]] = {}
     for group in optimizer.param_groups:
         for state in (optimizer.state[p] for p in group["params"] if p in optimizer.state):
             for name, value in state.items():
-                if name not in ("step", "carry") and isinstance(value, Tensor):
-                    is_ours = isinstance(optimizer, SHARP)
-                    kind = stored_format(group, value) if is_ours else FORMATS_OF.get(value.dtype)
-                    if kind is not None:
-                        found.setdefault((name, kind), []).append(value.reshape(-1))
-    if isinstance(optimizer, th.optim.Adam):
-        half = FORMATS["fp16"]
-        for (name, kind), values in list(found.items()):
-            if name == "exp_avg_sq" and kind.name == "fp32":
-                found[name, half] = [half.store(value) for value in values]
-    return [_state_row(name, kind, th.cat(values).float()) for (name, kind), values in found.items()]
+                if name in ("step", "carry") or not isinstance(value, Tensor):
+                    continue
+                kind = stored_format(group, value) if isinstance(optimizer, SHARP) else FORMATS_OF.get(value.dtype)
+                if kind is not None:
+                    found.setdefault((name, kind), []).append((value, _has_gradients(state, name)))
+                if name == "exp_avg_sq" and kind == FORMATS["fp32"]:
+                    half = FORMATS["fp16"]
+                    found.setdefault((name, half), []).append((half.store(value), _has_gradients(state, name)))
+    return [_state_row(name, kind, values) for (name, kind), values in found.items()]
 
 
-def _state_row(name: str, kind: Format, values: Tensor) -> StateRow:
-    magnitude = values.abs()
+def _has_gradients(state: dict[str, Tensor], name: str) -> Tensor:
+    """For each second moment, whether any gradient that it is of was not zero; nothing for other states."""
+    first = {"exp_avg_sq": "exp_avg", "root_second_moment": "first_moment"}.get(name)
+    moment, value = state.get(first or ""), state[name]
+    if moment is None:
+        return th.zeros_like(value, dtype=th.bool)
+    nonzero = moment != 0
+    if moment.shape == value.shape:
+        return nonzero
+    matrix = nonzero.reshape(len(nonzero), -1)
+    rows, columns = matrix.any(dim=1), matrix.any(dim=0)
+    return rows if len(value) == len(rows) else th.cat([rows, columns])
+
+
+def _state_row(name: str, kind: Format, values: list[tuple[Tensor, Tensor]]) -> StateRow:
+    magnitude = th.cat([value.reshape(-1) for value, _ in values]).float().abs()
+    has_gradients = th.cat([flags.reshape(-1) for _, flags in values])
     zero, small = magnitude == 0, magnitude < kind.smallest_normal
 
     def share(which: Tensor) -> float:
         return float(which.double().mean())
 
-    return StateRow(name, kind.name, len(values), share(zero), share(small & ~zero), share(magnitude >= kind.max))
+    parts = (zero, small & ~zero, magnitude >= kind.max, zero & has_gradients)
+    return StateRow(name, kind.name, len(magnitude), *map(share, parts))
 
 
 class Shadow:

@@ -120,7 +120,8 @@ def _first_actions(twin: PPOFP16, observations: Any) -> Tensor:
     """Any actions: layers do not see them."""
     count = len(next(iter(observations.values())) if isinstance(observations, dict) else observations)
     action = np.asarray(twin.action_space.sample())
-    return th.as_tensor(np.broadcast_to(action, (count, *action.shape)).copy(), device=twin.device)
+    # As minibatches hold them: in FP32.
+    return th.as_tensor(np.broadcast_to(action, (count, *action.shape)).astype(np.float32), device=twin.device)
 
 
 def _largest(values: Any) -> float:

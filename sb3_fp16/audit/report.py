@@ -1,6 +1,7 @@
 """An audit of a model: measured on copies, answered in words, figures and rows."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stable_baselines3 import PPO
@@ -12,7 +13,7 @@ from sb3_fp16.audit.optimizer import RootWatch, Shadow, state_rows
 from sb3_fp16.audit.ranges import GradientRange, range_rows
 from sb3_fp16.audit.sticking import OwnSticking, WritebackSimulation
 from sb3_fp16.audit.tables import lines_of, rows_of
-from sb3_fp16.audit.twin import SINGLE, Step, parameters_of, replay, same_random_numbers, sharp_of, twin_of
+from sb3_fp16.audit.twin import SINGLE, Step, own_copy, parameters_of, replay, same_random_numbers, sharp_of, twin_of
 from sb3_fp16.audit.verdicts import Verdict, verdicts_on
 from sb3_fp16.ppo import PPOFP16
 from sb3_fp16.sharp import SHARP
@@ -47,6 +48,7 @@ def audit(
     :param formats: also compare implementations and formats of the policy, over the whole rollout
     :raises ValueError: if the rollout is not complete, or the model's outputs or gradients are not finite
     """
+    rollout = own_copy(rollout)
     if not rollout.full:
         raise ValueError(f"The rollout holds {rollout.pos} of {rollout.buffer_size} steps; collect all of it first.")
     with same_random_numbers():
@@ -59,7 +61,7 @@ def audit(
         shadow = None if sharp is None else Shadow(sharp, model.device)
         roots = RootWatch(own) if isinstance(own.policy.optimizer, SHARP) else None
         replay(own, rollout, minibatches, _each_of([layers, shadow, roots]))
-        writebacks, gradients = WritebackSimulation(), GradientRange(*_scales(single))
+        writebacks, gradients = WritebackSimulation(own.precision.storage), GradientRange(*_scales(single))
         replay(single, rollout, minibatches, _each_of([writebacks, gradients]))
     return Audit(
         timesteps=model.num_timesteps,
@@ -90,7 +92,7 @@ def _each_of(watchers: Sequence[Any]) -> Callable[[Step], None]:
 
 def _scales(single: PPOFP16) -> tuple[list[str], list[float]]:
     """Parameters, and the scale that the preset ``fp16`` gives each one's loss."""
-    half = twin_of(single, "fp16")
-    scales = half.engine.state_dict()["scales"].tolist()
-    network_of = {id(p): k for k, network in enumerate(half.policy.networks.values()) for p in network}
-    return list(parameters_of(single)), [scales[network_of[id(p)]] for p in parameters_of(half).values()]
+    scaled = twin_of(single, replace(SINGLE, gradient_scaling="per-network"))
+    scales = scaled.engine.state_dict()["scales"].tolist()
+    network_of = {id(p): k for k, network in enumerate(scaled.policy.networks.values()) for p in network}
+    return list(parameters_of(single)), [scales[network_of[id(p)]] for p in parameters_of(scaled).values()]

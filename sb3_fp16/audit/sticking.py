@@ -155,9 +155,15 @@ class _Simulated:
 
 
 class WritebackSimulation:
-    """What each way of writing back makes of one stream of FP32 updates: every way is given the same ones."""
+    """
+    What each way of writing back makes of one stream of FP32 updates: every way is given the same ones.
 
-    def __init__(self) -> None:
+    :param storage: a format to look at beside FP16 and BF16
+    """
+
+    def __init__(self, storage: str = "fp32") -> None:
+        self.storages = dict.fromkeys((*STORAGES, storage))
+        self.storages.pop("fp32", None)
         self.ways: list[_Simulated] = []
         self.steps = self.nonzero = 0
 
@@ -184,7 +190,7 @@ class WritebackSimulation:
     def _start(self, weights: Tensor) -> None:
         self.index = th.arange(len(weights), dtype=th.int32, device=weights.device)
         self.due, self.magnitude = th.zeros_like(weights), th.zeros_like(weights)
-        for storage in STORAGES:
+        for storage in self.storages:
             kind = FORMATS[storage]
             for writeback in (*WRITEBACKS, *COPIES):
                 carry = weights.clone() if writeback in COPIES else th.zeros_like(weights)

@@ -77,7 +77,7 @@ def lines_of(found: Measurements) -> Iterator[str]:
     )
     yield from _table(
         "optimizer state",
-        ("elements", "zero", "subnormal", "saturated"),
+        ("elements", "zero", "subnormal", "saturated", "lost"),
         ((f"{r.name}, {r.storage}", f"{r.elements:,}", *map(percent, r[3:])) for r in found.state),
     )
     yield from _table(

@@ -1,5 +1,6 @@
 """A copy of a model that an audit works on, and an update replayed on it with every step in sight."""
 
+import copy
 import io
 import random
 import warnings
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.ppo import PPOFP16
 from sb3_fp16.precision import Precision
-from sb3_fp16.sharp import SHARP
+from sb3_fp16.sharp import SHARP, state_scale_for
 
 SINGLE = Precision(
     storage="fp32",
@@ -91,6 +92,19 @@ def parameters_of(model: PPO) -> dict[str, nn.Parameter]:
     return {names[id(p)]: p for group in model.policy.optimizer.param_groups for p in group["params"]}
 
 
+def own_copy(rollout: RolloutBuffer) -> RolloutBuffer:
+    """
+    A rollout with the same arrays, which may be read as training reads it: SB3's buffers rearrange themselves then.
+
+    :param rollout: left as it is
+    """
+    copied = copy.copy(rollout)
+    observations: Any = rollout.observations
+    if isinstance(observations, dict):
+        copied.observations = cast(Any, dict(observations))
+    return copied
+
+
 def replay(twin: PPOFP16, rollout: RolloutBuffer, minibatches: int, observe: Callable[[Step], None]) -> None:
     """
     Train a twin by the reference engine on some minibatches of a rollout.
@@ -151,6 +165,12 @@ def sharp_of(model: PPO) -> SHARP | None:
     :param model: of PPOFP16 or SB3's PPO
     """
     optimizer = model.policy.optimizer
+    if isinstance(optimizer, SHARP):
+        return optimizer
+    # Over FP32 weights, as they may be beyond FP16's range; the settings are those of the preset.
+    optimizer = twin_of(model, replace(SINGLE, optimizer="sharp", root_rounding="dithered")).policy.optimizer
     if not isinstance(optimizer, SHARP):
-        optimizer = twin_of(model, "fp16").policy.optimizer
-    return optimizer if isinstance(optimizer, SHARP) else None
+        return None
+    for group in optimizer.param_groups:
+        group["state_dtype"], group["state_scale"] = th.float16, state_scale_for(model.max_grad_norm)
+    return optimizer

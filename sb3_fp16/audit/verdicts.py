@@ -13,7 +13,7 @@ Level = Literal["fine", "watch", "hurts"]
 RETAINED = (0.9, 0.5)
 # of mixed precision's copies of weights, what must have moved over the replayed steps:
 COPIES_MOVED = 0.5
-# of Adam's second moments, what may be zero:
+# of the second moments, what may be zero although its gradients were not:
 ZERO_STATE = (0.01, 0.1)
 # of SHARP's step, how far its size may be off Adam's, and how far its direction:
 STEP_RATIO, STEP_COSINE = 2.0, 0.7
@@ -62,6 +62,10 @@ def _level(value: float, limits: tuple[float, float]) -> Level:
 
 
 def _on_sticking(found: Measurements) -> Iterator[Verdict]:
+    if not any(layer.nonzero for layer in found.layers):
+        text = "the replay made no update (a learning rate of 0, no gradients, or all steps skipped): nothing is known."
+        yield Verdict("watch", "weights", text)
+        return
     text = f"{percent(found.unchanged)} of the nonzero updates change no weight"
     way = found.own_writeback
     if way is None:
@@ -83,16 +87,19 @@ def _on_optimizer(found: Measurements) -> Iterator[Verdict]:
     own = [row for row in found.state if not (hypothetical and row.storage == "fp16" != found.precision.storage)]
     second = [row for row in own if "second" in row.name or row.name == "exp_avg_sq"]
     for row in second:
-        text = f"{percent(row.zero)} of the second moments are zero, {percent(row.subnormal)} subnormal"
-        level = _level(row.zero, ZERO_STATE)
+        text = f"{percent(row.lost)} of the second moments are zero without cause, {percent(row.subnormal)} subnormal"
+        level = _level(row.lost, ZERO_STATE)
         if row.saturated > 0:
             level, text = "hurts", f"{text}, {percent(row.saturated)} saturated; lower state_scale"
         yield Verdict(level, "optimizer", text + ".")
-    for shadow in found.shadows[:1]:
+    naive = hypothetical and found.precision.storage == "fp16"
+    for shadow in found.shadows[naive:][:1]:
+        if shadow.ratio == 0:  # there were no gradients
+            continue
         fits = 1 / STEP_RATIO <= shadow.ratio <= STEP_RATIO and shadow.cosine >= STEP_COSINE
-        whose = "fp16's SHARP would take" if hypothetical else "SHARP takes"
+        whose = f"{shadow.optimizer} takes" if naive or not hypothetical else "fp16's SHARP would take"
         text = f"{whose} {shadow.ratio:.2f} times the step of Adam in FP32, cosine {shadow.cosine:.3f}."
-        yield Verdict("fine" if fits else "watch", "optimizer", text)
+        yield Verdict("fine" if fits else "hurts" if naive else "watch", "optimizer", text)
     for root in found.roots:
         frozen = found.precision.root_rounding == "nearest" and root.dead_band > DEAD_BAND
         text = f"{percent(root.clipped_rows)} of the rows are clipped"

@@ -86,6 +86,13 @@ def test_what_cannot_be_audited_is_told(tmp_path, capsys):
     assert "nan" in capsys.readouterr().err.lower()
     assert main([str(tmp_path / "model.zip"), "--env", ENV, "--precision", "fp17", *FEW]) == 2
     assert "fp17" in capsys.readouterr().err
+    for option, value in (
+        ("--device", "bogus"),
+        ("--out", "/proc/audit"),
+        ("--vec-normalize", str(tmp_path / "dqn.zip")),
+    ):
+        assert main([str(tmp_path / "model.zip"), "--env", ENV, *FEW, option, value]) == 2
+        assert "No audit: " in capsys.readouterr().err
     for option in ("--steps", "--minibatches", "--n-envs"):
         with pytest.raises(SystemExit):
             main([str(tmp_path / "model.zip"), "--env", ENV, option, "0"])

@@ -76,7 +76,7 @@ def test_flushed_gradients_and_zeroed_state_and_far_steps(toy):
     model = acted(toy, "fp16")
     found = audit(model, model.rollout_buffer, minibatches=2, formats=False)
     gradients = tuple(row._replace(flushed_when_scaled=0.6) for row in found.gradients)
-    state = tuple(row._replace(zero=0.05) for row in found.state)
+    state = tuple(row._replace(lost=0.05) for row in found.state)
     shadows = tuple(row._replace(cosine=0.5) for row in found.shadows)
     worse = levels(replace(found, gradients=gradients, state=state, shadows=shadows))
     assert worse["gradients"] == ["hurts"]
@@ -91,6 +91,58 @@ def test_frozen_roots_are_watched_only_where_rounding_is_to_nearest(toy):
         found = audit(model, model.rollout_buffer, minibatches=2, formats=False)
         frozen = tuple(row._replace(dead_band=0.9) for row in found.roots)
         assert levels(replace(found, roots=frozen))["optimizer"][-1] == level
+
+
+def test_a_weight_beyond_fp16_is_a_verdict(toy):
+    model = PPO("MlpPolicy", toy(), **SMALL).learn(64)
+    with th.no_grad():
+        model.policy.value_net.weight[0, 0] = 70_000.0
+    found = audit(model, model.rollout_buffer, minibatches=2)
+    assert levels(found)["range"] == ["watch"]
+    assert "FP16 would saturate" in str(found)
+    assert not any("fp16" in mismatch.trains for mismatch in found.mismatches)
+    assert any("bf16" in mismatch.trains for mismatch in found.mismatches)
+
+
+def test_second_moments_of_no_gradients_are_not_lost(toy):
+    class Blind(toy):
+        def _observe(self):
+            observation = super()._observe()
+            observation[1:] = 0
+            return observation
+
+    for precision in ("sb3", "fp16"):
+        model = PPO("MlpPolicy", Blind(), **SMALL) if precision == "sb3" else PPOFP16("MlpPolicy", Blind(), **SMALL)
+        model.learn(128)
+        found = audit(model, model.rollout_buffer, minibatches=2, formats=False)
+        assert levels(found)["optimizer"][0] == "fine"
+    model = PPO("MlpPolicy", Blind(), **SMALL).learn(128)
+    rows = {(row.name, row.storage): row for row in audit(model, model.rollout_buffer, 2, formats=False).state}
+    assert rows["exp_avg_sq", "fp32"].zero > 0.01
+    assert rows["exp_avg_sq", "fp32"].lost == 0
+    assert rows["exp_avg_sq", "fp16"].lost > 0.1
+
+
+def test_naive_halves_are_judged_by_their_own_steps(toy):
+    model = acted(toy, "naive-fp16")
+    found = audit(model, model.rollout_buffer, minibatches=2, formats=False)
+    verdicts = [verdict for verdict in found.verdicts() if verdict.section == "optimizer"]
+    assert any(verdict.level == "hurts" and "Adam in FP16 takes" in verdict.text for verdict in verdicts)
+
+
+def test_a_short_significand_is_written_back_in_its_own_format(toy):
+    model = acted(toy, "e5m5")
+    found = audit(model, model.rollout_buffer, minibatches=2, formats=False)
+    assert found.own_writeback.storage == "e5m5"
+    assert (
+        found.own_writeback.unchanged
+        > {row.writeback: row for row in found.writebacks if row.storage == "bf16"}["nearest"].unchanged
+    )
+
+
+def test_nothing_is_known_where_nothing_moved(toy):
+    model = acted(toy, "fp16", learning_rate=0.0)
+    assert "nothing is known" in str(audit(model, model.rollout_buffer, minibatches=2, formats=False))
 
 
 def test_an_incomplete_rollout_is_refused(toy):
