@@ -22,15 +22,7 @@ from sb3_fp16.ppo import PPOFP16
 from sb3_fp16.precision import Precision
 from sb3_fp16.sharp import SHARP, state_scale_for
 
-SINGLE = Precision(
-    storage="fp32",
-    log_ratio="residual",
-    optimizer="adam",
-    writeback="nearest",
-    log_std_writeback="nearest",
-    round_actions=False,
-    gradient_scaling="off",
-)
+SINGLE = replace(Precision.presets["fp32"], log_ratio="residual")
 """FP32 whose log-ratio is formed as in 16 bits, so that it can train on a rollout of either."""
 
 
@@ -168,7 +160,7 @@ def sharp_of(model: PPO) -> SHARP | None:
     if isinstance(optimizer, SHARP):
         return optimizer
     # Over FP32 weights, as they may be beyond FP16's range; the settings are those of the preset.
-    optimizer = twin_of(model, replace(SINGLE, optimizer="sharp", root_rounding="dithered")).policy.optimizer
+    optimizer = twin_of(model, replace(SINGLE, optimizer="sharp")).policy.optimizer
     if not isinstance(optimizer, SHARP):
         return None
     for group in optimizer.param_groups:
