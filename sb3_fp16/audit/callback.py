@@ -148,12 +148,12 @@ class AuditCallback(BaseCallback):
 def _headlines(found: Audit) -> dict[str, float]:
     """What is worth a curve."""
     way, shadow = found.own_writeback, found.shadows[0] if found.shadows else None
-    second = [row.zero for row in found.state if "second" in row.name or row.name == "exp_avg_sq"]
+    lost = [row.lost for row in found.state if "second" in row.name or row.name == "exp_avg_sq"]
     return {
         "unchanged": found.unchanged,
         **({} if way is None else {"retained": way.retained, "noise": way.noise}),
         **({} if shadow is None else {"step_ratio": shadow.ratio, "step_cosine": shadow.cosine}),
-        **({"zero_second_moments": second[0]} if second else {}),
+        **({"lost_second_moments": lost[0]} if lost else {}),
         "log_ratio_error": found.mismatches[0].steps.mean_abs,
         "range_used": max(row.used for row in found.ranges),
     }

@@ -42,7 +42,8 @@ def audit(
     Measure what the number format does to a model, which stays as it is, as do all random number generators.
 
     :param model: of PPOFP16 or SB3's PPO
-    :param rollout: complete, and collected with the weights that the model has now: of the last update it is not
+    :param rollout: complete, and collected with the weights that the model has now; what ``learn`` leaves in the
+        model's buffer was collected before the last update
     :param minibatches: of a replayed update, at most one epoch
     :param samples: of the rollout that activations and the log-ratio are evaluated at
     :param formats: also compare implementations and formats of the policy, over the whole rollout

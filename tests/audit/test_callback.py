@@ -75,7 +75,7 @@ def test_what_it_writes_and_logs(toy, tmp_path, recorder, capsys):
     names = ("unchanged", "retained", "noise", "step_ratio", "step_cosine", "moved")
     for name in (*names, "log_ratio_error", "range_used"):
         assert len(logger.values[f"audit/{name}"]) == 2
-    assert logger.values["audit/zero_second_moments"] == [0]  # before the first update there are none
+    assert logger.values["audit/lost_second_moments"] == [0]  # before the first update there are none
     assert logger.values["audit/unchanged"] == [found.unchanged for found in callback.audits]
     assert "Audit after 128 steps:" in capsys.readouterr().out
 
