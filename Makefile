@@ -37,12 +37,21 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.split_k
 	$(BIN)/python -m benchmarks.audit
 
+# Runs that benchmarks/results lacks, on all cores, or where WORKERS says: make reproduce WORKERS="--scheduler ADDRESS"
 reproduce: $(READY)
-	$(BIN)/python -m benchmarks.halfcheetah
-	$(BIN)/python -m benchmarks.fidelity
-	$(BIN)/python -m benchmarks.sweep
-	$(BIN)/python -m benchmarks.sticking
+	$(BIN)/python -m benchmarks.stress
+	$(BIN)/python -m benchmarks.state_bytes
+	$(BIN)/python -m benchmarks.halfcheetah $(WORKERS)
+	$(BIN)/python -m benchmarks.fidelity $(WORKERS)
+	$(BIN)/python -m benchmarks.sweep $(WORKERS)
+	$(BIN)/python -m benchmarks.sticking $(WORKERS)
 	$(BIN)/python -m benchmarks.recurrent_toy
+	$(BIN)/python -m benchmarks.stages $(WORKERS)
+	$(BIN)/python -m benchmarks.ablations $(WORKERS)
+	$(BIN)/python -m benchmarks.learning $(WORKERS)
+	$(BIN)/python -m benchmarks.boundary $(WORKERS)
+	$(BIN)/python -m benchmarks.performance
+	$(BIN)/python -m benchmarks.tables
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard cpu/*) $(wildcard cuda/*)
 	$(PYTHON) -m venv $(VENV)

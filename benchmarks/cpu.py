@@ -11,12 +11,10 @@ import gc
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +24,19 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 
 from benchmarks.runner import RESULTS, make_model, read_csv, versions, write_csv
-from benchmarks.timing import Array, Row, Work, cells, collected, go_on, in_turn, spread, stepping, use_one_core
+from benchmarks.timing import (
+    Array,
+    Row,
+    Work,
+    cells,
+    collected,
+    go_on,
+    in_new_process,
+    in_turn,
+    spread,
+    stepping,
+    use_one_core,
+)
 from sb3_fp16 import PPOFP16, Precision
 from sb3_fp16.engines.eager import EagerEngine
 
@@ -290,28 +300,26 @@ def memory(repeats: int) -> list[Row]:
     """One row per width and method, each repeat in a process of its own."""
     repeats, rows = min(repeats, 3), []
     for width, method in product((64, 1024), ("sb3", "fp32", "fp16")):
-        runs = [_in_new_process(peak_of_one_update, method, width) for _ in range(repeats)]
+        runs = [in_new_process(peak_of_one_update, method, width) for _ in range(repeats)]
         growth, peak = np.array(runs).T
         row = {"width": width, "method": method, **spread("growth_mib", growth), **spread("peak_mib", peak)}
         rows.append({**row, "repeats": repeats, **versions()})
     return rows
 
 
-def _in_new_process(work: Callable[..., tuple[float, float]], *arguments: Any) -> tuple[float, float]:
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
-
-
-def peak_of_one_update(method: str, width: int) -> tuple[float, float]:
+def peak_of_one_update(method: str, width: int, batch_size: int = 64, n_steps: int = 512) -> tuple[float, float]:
     """
-    Largest resident memory during an update on a rollout of 512 steps: above what was there before, and in all; MiB.
+    Largest resident memory during an update of one epoch: above what was there before, and in all; MiB.
 
     :param method: ``sb3`` or a precision
     :param width: of both hidden layers
+    :param batch_size: of a minibatch
+    :param n_steps: of the rollout
     """
     use_one_core()
     collected(make_model(method, ENV, seed=0, n_steps=64, policy_kwargs={"net_arch": [8, 8]}))  # loads all code
-    model = make_model(method, ENV, seed=0, n_steps=512, n_epochs=1, policy_kwargs={"net_arch": [width, width]})
+    settings = {"n_steps": n_steps, "batch_size": batch_size, "n_epochs": 1}
+    model = make_model(method, ENV, seed=0, policy_kwargs={"net_arch": [width, width]}, **settings)
     vars(model)["train"] = lambda: None
     collected(model)
     del vars(model)["train"]

@@ -6,7 +6,6 @@ order of minibatches, does its own update, and the policies and values before an
 observations. Nothing of what then happens in training blurs it. ``python -m benchmarks.fidelity --jobs 2``
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -17,7 +16,8 @@ import torch as th
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
-from benchmarks.runner import PAPER_SETTINGS, RESULTS, make_model, run_missing, versions
+from benchmarks.runner import PAPER_SETTINGS, RESULTS, make_model, versions
+from benchmarks.runs import parser_of, run_missing, workers_of
 from benchmarks.sweep import ENVS
 from benchmarks.timing import Array, Row
 from sb3_fp16 import PPOFP16, Precision
@@ -97,9 +97,10 @@ def rollout_for(twin: PPOFP16, rollout: RolloutBufferFP16, through: Precision | 
         distribution, values = twin.policy.evaluate(th.from_numpy(observations[:, 0]))
         mean, log_std = (parameter.detach().float().numpy() for parameter in distribution.behaviour())
         log_prob = distribution.log_prob(th.from_numpy(actions[:, 0])).numpy()
+    stores_parameters = twin.precision.log_ratio.startswith("residual")
     buffer.reset()
     for step in range(buffer.buffer_size):
-        behaviour = kept(mean[step : step + 1]), kept(log_std)
+        behaviour = (kept(mean[step : step + 1]), kept(log_std)) if stores_parameters else None
         acted = Acted(values[step : step + 1].numpy(), log_prob[step : step + 1], behaviour, None)
         start = rollout.episode_starts[step]
         buffer.add_step(observations[step], actions[step], rollout.rewards[step], start, acted)
@@ -214,10 +215,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Run what is missing, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, help="runs at a time; one per core by default")
+    workers = workers_of(parser_of(__doc__).parse_args())
     wanted = [(env, seed) for seed, env in product(SEEDS, ENVS)]
-    print(table(run_missing(FILE, ("env", "seed"), wanted, run, parser.parse_args().jobs)))
+    print(table(run_missing(FILE, ("env", "seed"), wanted, run, workers)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 from torch.distributions import Categorical
 
-from benchmarks.runner import RESULTS, pyplot, run_missing, versions
+from benchmarks.runner import RESULTS, pyplot, versions
+from benchmarks.runs import Workers, run_missing
 from benchmarks.timing import Array, Row
 from sb3_fp16 import PPOFP16
 from sb3_fp16.layers import LayerRule
@@ -378,15 +379,15 @@ def _digits(value: Any) -> float:
     return float(f"{float(value):.5g}")
 
 
-def measure(jobs: int | None) -> None:
+def measure(workers: Workers) -> None:
     """
     Run what is missing.
 
-    :param jobs: runs at a time; one per core by default
+    :param workers: who does
     """
     # A process trains the policy of a seed once, so the runs of a seed stand together.
     wanted = [(setting, method, seed) for seed, setting, method in product(SEEDS, SETTINGS, METHODS)]
-    run_missing(FILE, ("setting", "method", "seed"), wanted, run, jobs)
+    run_missing(FILE, ("setting", "method", "seed"), wanted, run, workers)
 
 
 def curve_of(row: Mapping[str, Any]) -> Array:

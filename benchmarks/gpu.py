@@ -33,7 +33,7 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import VecEnv
 
 from benchmarks.runner import RESULTS, make_model, read_csv, state_bytes, versions, write_csv
-from benchmarks.timing import Array, Row, Work, cells, in_turn, spread
+from benchmarks.timing import Array, Row, Work, cells, in_new_process, in_turn, spread
 from sb3_fp16 import PPOFP16
 from sb3_fp16.engines.graph import GraphEngine, why_no_graph
 
@@ -97,22 +97,35 @@ class NoEnvironments(VecEnv):
 
 def made(method: str, shape: Shape, device: Device) -> PPO:
     """
-    A model with its rollout, its first update to be run.
+    A model with its rollout, its first update to be run as a graph.
 
     :param method: ``sb3`` or a precision
     :param shape: of its updates
     :param device: to run them on
     """
-    settings: Row = {"batch_size": shape.batch_size, "n_steps": shape.samples // ENVS, "n_epochs": EPOCHS}
+    model = with_rollout(method, shape, EPOCHS, device.name)
+    if isinstance(model, PPOFP16):
+        assert (reason := why_no_graph(model.policy)) is None, reason
+        model.use_engine(GraphEngine(model.policy, model.batch_size))
+    return model
+
+
+def with_rollout(method: str, shape: Shape, epochs: int, device: str) -> PPO:
+    """
+    A model with a rollout that no environment has been stepped for.
+
+    :param method: ``sb3`` or a precision
+    :param shape: of its updates
+    :param epochs: of each
+    :param device: to run them on
+    """
+    settings: Row = {"batch_size": shape.batch_size, "n_steps": shape.samples // ENVS, "n_epochs": epochs}
     # Orthogonal weights would take longer than all that is measured.
     networks = {"net_arch": [shape.width] * 2, "ortho_init": False}
     settings |= {"learning_rate": LEARNING_RATE, "policy_kwargs": networks}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are trying to run")
-        model = make_model(method, NoEnvironments(), seed=0, device=device.name, **settings)
-    if isinstance(model, PPOFP16):
-        assert (reason := why_no_graph(model.policy)) is None, reason
-        model.use_engine(GraphEngine(model.policy, model.batch_size))
+        model = make_model(method, NoEnvironments(), seed=0, device=device, **settings)
     model.set_logger(Logger(None, []))
     fill(model)
     return model
@@ -339,17 +352,6 @@ def memory_table(rows: Rows) -> str:
         ratio = float(row["peak_mib"]) / fp32[row["width"]] if fp32[row["width"]] else 1.0
         lines.append(f"| {row['width']} | {NAMES[row['method']]} | {sizes} | {ratio:.2f} |")
     return "\n".join(lines)
-
-
-def in_new_process(work: Callable[..., list[Row]], *arguments: Any) -> list[Row]:
-    """
-    What work returns, done in a process that has done nothing else.
-
-    :param work: a function of a module
-    :param arguments: of it
-    """
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
 
 
 class Part(NamedTuple):

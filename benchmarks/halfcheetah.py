@@ -4,7 +4,6 @@ HalfCheetah-v5, 3 seeds x 51,200 steps: SB3's PPO against PPOFP16 in fp32, fp16 
 Resumable: runs that are in the results file are not repeated. ``python -m benchmarks.halfcheetah --jobs 2``
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runner import PAPER_SETTINGS, RESULTS, make_model, pyplot, run_missing, train, versions
+from benchmarks.runner import PAPER_SETTINGS, RESULTS, curve_of, make_model, pyplot, train, versions
+from benchmarks.runs import parser_of, run_missing, workers_of
 from benchmarks.timing import Row
 
 ENV, STEPS, EVERY = "HalfCheetah-v5", 51_200, 4_096
@@ -30,19 +30,15 @@ def run(method: str, seed: int) -> Row:
         "method": method,
         "seed": seed,
         "steps": STEPS,
-        "return_auc": round(evaluations.area_under_curve(), 2),
-        "final_return": round(evaluations.points[-1][1], 2),
-        "curve": " ".join(f"{step}:{value:.1f}" for step, value in evaluations.points),
+        **evaluations.columns(),
         **versions(),
     }
 
 
 def main() -> None:
     """Run what is missing, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, help="runs at a time; one per core by default")
-    jobs = parser.parse_args().jobs
-    print(table(run_missing(FILE, ("method", "seed"), list(product(METHODS, SEEDS)), run, jobs)))
+    workers = workers_of(parser_of(__doc__).parse_args())
+    print(table(run_missing(FILE, ("method", "seed"), list(product(METHODS, SEEDS)), run, workers)))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -74,9 +70,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
     figure, axes = pyplot().subplots(figsize=(7, 4), layout="constrained")
     for colour, method in enumerate(METHODS):
-        curves = [[point.split(":") for point in row["curve"].split()] for row in rows if row["method"] == method]
-        steps = [int(step) for step, _ in curves[0]]
-        returns = np.array([[float(value) for _, value in curve] for curve in curves])
+        curves = np.array([curve_of(row) for row in rows if row["method"] == method])
+        steps, returns = curves[0, 0], curves[:, 1]
         axes.plot(steps, returns.mean(axis=0), color=f"C{colour}", label=NAMES[method])
         axes.plot(steps, returns.T, color=f"C{colour}", alpha=0.25, linewidth=0.8)
     axes.set(

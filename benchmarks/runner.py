@@ -6,31 +6,29 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 
-import gymnasium as gym
 import numpy as np
 import torch as th
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv
 
-from benchmarks.timing import Row
+from benchmarks.timing import Array, Row
 from sb3_fp16 import PPOFP16, Precision
 from sb3_fp16.buffers import RolloutBufferFP16
 
 RESULTS = Path(__file__).parent / "results"
 
-# The paper's runs (Sec. 4), but for their learning rate, which falls linearly to 0 over the run: short runs keep it.
-# What the paper does not state is SB3's default.
+# The paper's runs (Sec. 4), but for their learning rate, which falls linearly to 0 over the run (``annealed``): short
+# runs keep it. What the paper does not state is SB3's default.
 PAPER_SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-4,
     "n_steps": 2048,
@@ -43,20 +41,28 @@ PAPER_SETTINGS: dict[str, Any] = {
 }
 
 
+def annealed(learning_rate: float = PAPER_SETTINGS["learning_rate"]) -> dict[str, Any]:
+    """
+    The paper's settings with their linear annealing.
+
+    :param learning_rate: at the start
+    """
+    return PAPER_SETTINGS | {"learning_rate": LinearSchedule(learning_rate, 0.0, 1.0)}
+
+
 class Evaluations(BaseCallback):
     """
     Deterministic returns along a training run.
 
     :param env_id: task
-    :param seed: of the evaluation environment
+    :param seed: of the evaluation environments
     :param every: environment steps between evaluations
-    :param episodes: per evaluation
+    :param episodes: per evaluation, side by side, each in an environment of its own
     """
 
     def __init__(self, env_id: str, seed: int, every: int, episodes: int) -> None:
         super().__init__()
-        self.env = Monitor(gym.make(env_id))
-        self.env.reset(seed=10_000 + seed)
+        self.env = make_vec_env(env_id, episodes, seed=10_000 + 100 * seed)
         self.every, self.episodes = every, episodes
         self.points: list[tuple[int, float]] = []
 
@@ -80,6 +86,25 @@ class Evaluations(BaseCallback):
         """Return AUC: trapezoid over environment steps, divided by the horizon (paper Sec. 4.3)."""
         steps, returns = np.asarray(self.points).T
         return float(np.trapezoid(returns, steps) / steps[-1])
+
+    def columns(self) -> Row:
+        """What a results row keeps of them."""
+        return {
+            "return_auc": round(self.area_under_curve(), 2),
+            "final_return": round(self.points[-1][1], 2),
+            "curve": " ".join(f"{step}:{value:.1f}" for step, value in self.points),
+        }
+
+
+def curve_of(row: Mapping[str, Any]) -> Array:
+    """
+    Evaluations along a run.
+
+    :param row: with the columns of ``Evaluations``
+    :return: environment steps and returns, FP64, shape (2, evaluations)
+    """
+    steps, returns = zip(*(point.split(":") for point in row["curve"].split()), strict=True)
+    return np.array([steps, returns], dtype=float)
 
 
 class UpdateTimes(BaseCallback):
@@ -134,36 +159,6 @@ def train(
     times, evaluations = UpdateTimes(), Evaluations(env_id, seed, every, episodes)
     model.learn(steps, callback=CallbackList([times, evaluations]), progress_bar=progress_bar)
     return evaluations, times
-
-
-def run_missing(
-    file: Path, columns: Sequence[str], wanted: Sequence[tuple[Any, ...]], run: Callable[..., Row], jobs: int | None
-) -> list[Row]:
-    """
-    Runs that a results file lacks, each a row of it as soon as it has finished; those in it are not repeated.
-
-    :param file: with one row per run
-    :param columns: what names a run, the arguments of ``run``
-    :param wanted: their values, in the order that runs start and rows are kept in
-    :param run: gives a row; importable, as other processes call it
-    :param jobs: processes; one per core by default
-    :return: all rows
-    """
-    order = {tuple(map(str, values)): place for place, values in enumerate(wanted)}
-
-    def place(row: Row) -> int:
-        return order.get(tuple(str(row[column]) for column in columns), len(order))
-
-    rows: list[Row] = list(read_csv(file))
-    done = {place(row) for row in rows}
-    with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn")) as pool:
-        missing = [pool.submit(run, *values) for number, values in enumerate(wanted) if number not in done]
-        for finished in as_completed(missing):
-            rows.append(finished.result())
-            rows.sort(key=place)
-            write_csv(file, rows)
-            print(f"{len(rows)} of {len(wanted)} runs", flush=True)
-    return rows
 
 
 def pyplot() -> Any:

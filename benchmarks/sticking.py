@@ -6,7 +6,6 @@ it on weights of all sizes; the remedies train (``benchmarks.finetuning``), wher
 not repeated. ``python -m benchmarks.sticking --jobs 2``
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from benchmarks import finetuning
 from benchmarks.runner import RESULTS, read_csv, versions, write_csv
+from benchmarks.runs import Workers, parser_of, workers_of
 from benchmarks.timing import Row
 from sb3_fp16.layers import LayerRule
 from sb3_fp16.rounding import FORMATS, Format
@@ -219,12 +219,12 @@ class Part(NamedTuple):
     """
     One results file and one table.
 
-    :param measure: writes the rows, given a number of processes
+    :param measure: writes the rows, given who does the runs
     :param table: Markdown from the rows of the file
     :param file: where they are kept
     """
 
-    measure: Callable[[int | None], object]
+    measure: Callable[[Workers], object]
     table: Callable[[Sequence[Mapping[str, Any]]], str]
     file: Path
 
@@ -242,14 +242,13 @@ PARTS = {
 
 def main() -> None:
     """Measure what is asked for, print each part's table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="all by default")
-    parser.add_argument("--jobs", type=int, help="training runs at a time; one per core by default")
     arguments = parser.parse_args()
     th.set_num_threads(1)
     for name in arguments.only:
         part, start = PARTS[name], time.perf_counter()
-        part.measure(arguments.jobs)
+        part.measure(workers_of(arguments))
         print(f"{name}, {time.perf_counter() - start:.0f} s\n{part.table(read_csv(part.file))}\n", flush=True)
 
 

@@ -31,9 +31,9 @@ def finite_norms() -> tuple[int, int, int]:
     return len(gradients), naive, sum(bool(th.isfinite(gradient_norm([g]))) for g in gradients)
 
 
-def log_ratio_errors(seed: int) -> dict[str, float]:
+def synthetic_errors(seed: int) -> dict[str, float]:
     """
-    Mean absolute error against float64 of three ways to form log π/π₀ of FP16 policies, rms near 0.1.
+    ``log_ratio_errors`` of policies whose log-ratio has an rms near 0.1.
 
     :param seed: of the policies and actions
     """
@@ -43,26 +43,38 @@ def log_ratio_errors(seed: int) -> dict[str, float]:
     actions = (mean0.float() + log_std0.float().exp() * th.randn(20_000, 3, generator=g)).half()
     mean = (mean0.float() + 0.055 * log_std0.float().exp() * th.randn(20_000, 3, generator=g)).half()
     log_std = (log_std0.float() + 0.0165 * th.randn(3, generator=g)).half()
+    return {"seed": seed, **log_ratio_errors(actions, mean, log_std, GaussianBehaviour(mean0, log_std0))}
+
+
+def log_ratio_errors(actions: Tensor, mean: Tensor, log_std: Tensor, behaviour: GaussianBehaviour) -> dict[str, float]:
+    """
+    Rms of log π/π₀, and mean absolute error against float64 of three ways to form it.
+
+    :param actions: FP16, shape (batch, dims)
+    :param mean: μ, FP16, shape (batch, dims)
+    :param log_std: l, FP16, shape (dims,)
+    :param behaviour: μ₀ and l₀, FP16
+    """
 
     def log_prob(mu: Tensor, log_sigma: Tensor) -> Tensor:  # in the tensors' own format, operation by operation
         z = (actions.to(mu.dtype) - mu) * th.exp(-log_sigma)
         return (-log_sigma - 0.5 * z.square() - LOG_SQRT_2PI).sum(dim=1)
 
+    mean0, log_std0 = behaviour
     exact = log_prob(mean.double(), log_std.double()) - log_prob(mean0.double(), log_std0.double())
-    behaviour = GaussianBehaviour(mean0, log_std0)
     ways = {
         "absolute_fp16": log_prob(mean, log_std) - log_prob(mean0, log_std0),
         "residual_twosum": gaussian_log_ratio(mean.float(), log_std.float(), actions, behaviour, FORMATS["fp16"]),
         "residual_fp32": gaussian_log_ratio(mean.float(), log_std.float(), actions, behaviour),
     }
     errors = {name: float((d.double() - exact).abs().mean()) for name, d in ways.items()}
-    return {"seed": seed, "rms": float(exact.square().mean().sqrt()), **errors}
+    return {"rms": float(exact.square().mean().sqrt()), **errors}
 
 
 def main() -> None:
     """Measure, write one row per seed, print the summary."""
     total, naive, ours = finite_norms()
-    rows: list[dict[str, Any]] = [log_ratio_errors(seed) for seed in SEEDS]
+    rows: list[dict[str, Any]] = [synthetic_errors(seed) for seed in SEEDS]
     for row in rows:
         row["mae_ratio"] = row["absolute_fp16"] / row["residual_twosum"]
         row.update({"norms": total, "naive_finite": naive, "ours_finite": ours, **versions()})

@@ -4,13 +4,11 @@ The sweep behind the ``fp16`` preset: one factor at a time, three tasks x 8 seed
 Resumable: runs that are in the results file are not repeated. ``python -m benchmarks.sweep --jobs 2``
 """
 
-import argparse
 import base64
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import gymnasium as gym
 import numpy as np
@@ -18,14 +16,14 @@ import torch as th
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import DiagGaussianDistribution
-from stable_baselines3.common.utils import LinearSchedule
 
-from benchmarks.runner import PAPER_SETTINGS, RESULTS, Evaluations, make_model, pyplot, run_missing, versions
+from benchmarks.comparison import Rows, stratified
+from benchmarks.runner import PAPER_SETTINGS, RESULTS, Evaluations, annealed, curve_of, make_model, pyplot, versions
+from benchmarks.runs import parser_of, run_missing, workers_of
 from benchmarks.timing import Array, Row
 from sb3_fp16 import Precision
 from sb3_fp16.audit.statistics import Interval
 
-Rows = Sequence[Mapping[str, Any]]
 ENVS = ("HalfCheetah-v5", "Walker2d-v5", "Hopper-v5")
 SEEDS = tuple(range(8))
 STEPS, EVERY, EPISODES = 204_800, 20_480, 5
@@ -150,8 +148,7 @@ def unpack(text: str) -> Array:
 def run(env_id: str, arm: str, seed: int) -> Row:
     """One training run as one row."""
     th.set_num_threads(1)
-    settings = PAPER_SETTINGS | {"learning_rate": LinearSchedule(ARMS[arm].learning_rate, 0.0, 1.0)}
-    model = make_model(ARMS[arm].precision, env_id, seed, **settings)
+    model = make_model(ARMS[arm].precision, env_id, seed, **annealed(ARMS[arm].learning_rate))
     watch, evaluations = _Watch(probes(env_id)), Evaluations(env_id, seed, EVERY, EPISODES)
     model.learn(STEPS, callback=[watch, evaluations])
     stuck, skipped, saturated = watch.logs.values()
@@ -236,19 +233,11 @@ def compare(rows: Rows, arm: str, reference: str) -> Comparison | None:
     return Comparison(
         pairs=len(pairs),
         auc=1 + float(np.mean([x.mean() for x in auc.values()])),
-        difference=_stratified(auc),
-        final=_stratified(relative("final_return")),
+        difference=stratified(list(auc.values())),
+        final=stratified(list(relative("final_return").values())),
         wins=int(sum((x > 0).sum() for x in auc.values())),
         drift=float(np.median(drifts)),
     )
-
-
-def _stratified(differences: Mapping[str, Array], resamples: int = 10_000) -> Interval:
-    """Mean over tasks of the mean over seeds, and its 95 % interval."""
-    rng = np.random.default_rng(0)
-    drawn = [x[rng.integers(len(x), size=(resamples, len(x)))].mean(axis=1) for x in differences.values()]
-    low, high = np.quantile(np.mean(drawn, axis=0), [0.025, 0.975])
-    return Interval(float(np.mean([x.mean() for x in differences.values()])), float(low), float(high))
 
 
 def table(rows: Rows) -> str:
@@ -307,7 +296,7 @@ def draw(rows: Rows, path: Path) -> None:
     panels[0].set(title="return AUC against FP32, mean of tasks, 95 %", xlabel="% of FP32's")
     for axes, env in zip(panels[1:], ENVS, strict=True):
         for arm in ("fp32", "fp16", "paper", "bf16", "bf16-sr"):
-            curves = [_curve(row) for row in rows if row["arm"] == arm and row["env"] == env]
+            curves = [curve_of(row) for row in rows if row["arm"] == arm and row["env"] == env]
             if curves:
                 axes.plot(*np.mean(curves, axis=0), label=arm)
         axes.set(title=env, xlabel="environment steps", ylabel="deterministic return, mean of seeds")
@@ -316,20 +305,13 @@ def draw(rows: Rows, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _curve(row: Mapping[str, Any]) -> Array:
-    """Steps and returns, shape (2, evaluations)."""
-    steps, returns = zip(*(point.split(":") for point in row["curve"].split()), strict=True)
-    return np.array([steps, returns], dtype=float)
-
-
 def main() -> None:
     """Run what is missing, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, help="runs at a time; one per core by default")
+    parser = parser_of(__doc__)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="all by default")
     arguments = parser.parse_args()
     wanted = [(env, arm, seed) for arm, seed, env in product(arguments.arms, SEEDS, ENVS)]
-    print(table(run_missing(FILE, ("env", "arm", "seed"), wanted, run, arguments.jobs)))
+    print(table(run_missing(FILE, ("env", "arm", "seed"), wanted, run, workers_of(arguments))))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import (
+    ablations,
     audit,
+    boundary,
+    claims,
     cpu,
     fidelity,
     finetuning,
     gpu,
     halfcheetah,
+    learning,
+    performance,
     recurrent_toy,
     split_k,
+    stages,
     state_bytes,
     sticking,
+    stress,
     sweep,
     zoo,
 )
@@ -29,6 +36,9 @@ ROOT = Path(__file__).parent.parent
 README, DETAILS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 PICTURES: dict[str, tuple[Path, Callable[..., None]]] = {
     "halfcheetah": (halfcheetah.FILE, halfcheetah.draw),
+    "learning": (learning.FILE, learning.draw),
+    "significand": (boundary.SIGNIFICAND_FILE, boundary.draw),
+    "stages": (stages.FILE, stages.draw),
     "recurrent_toy": (recurrent_toy.SEQUENCES_FILE, recurrent_toy.draw),
     "remedies": (finetuning.FILE, finetuning.draw),
     "sweep": (sweep.FILE, sweep.draw),
@@ -46,6 +56,20 @@ PAGES: dict[Path, dict[str, tuple[Path, Callable[..., str]]]] = {
             for name in ("floor", "tasks", "widths", "scaling", "memory")
         },
         **{f"gpu_{name}": (part.file, part.table) for name, part in gpu.PARTS.items() if part.file.exists()},
+    },
+    ROOT / "docs" / "reproduction.md": {
+        "claims": (stress.FILE, claims.table),  # and all others
+        "stages": (stages.FILE, stages.table),
+        "stages_ratios": (stages.FILE, stages.ratios_table),
+        "stages_optimizers": (stages.FILE, stages.optimizers_table),
+        "ablations_paper": (ablations.FILE, ablations.paper_table),
+        "ablations_fp16": (ablations.FILE, ablations.fp16_table),
+        "learning": (learning.FILE, learning.table),
+        "learning_ranks": (learning.FILE, learning.ranks_table),
+        "learning_pairs": (learning.FILE, learning.pairs_table),
+        "learning_sb3": (learning.FILE, learning.sb3_table),
+        "performance": (performance.FILE, performance.table),
+        **{f"boundary_{name}": (part.file, part.table) for name, part in boundary.PARTS.items()},
     },
     ROOT / "docs" / "rl_zoo.md": {"zoo": (zoo.FILE, zoo.table)},
     ROOT / "docs" / "audit.md": {
@@ -77,7 +101,8 @@ def filled(page: Path) -> str:
         before, mark, rest = text.partition(start)
         if not mark or end not in rest:
             raise ValueError(f"{page.name} has no place for the table {name}: {start}{end}")
-        text = before + start + table(read_csv(file)) + "\n" + rest[rest.index(end) :]
+        rows = read_csv(file)
+        text = before + start + (table(rows) if rows else "No results yet.") + "\n" + rest[rest.index(end) :]
     return text
 
 
@@ -94,7 +119,8 @@ def main() -> None:
             sys.exit(f"{page.name} is not what the results give: run benchmarks.tables")
     if not check:
         for name, (file, draw) in PICTURES.items():
-            draw(read_csv(file), ROOT / "docs" / "images" / f"{name}.png")
+            if file.exists():
+                draw(read_csv(file), ROOT / "docs" / "images" / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import Any
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
 import numpy as np
 import torch as th
@@ -16,6 +18,7 @@ from stable_baselines3.common.vec_env import VecEnv
 Row = dict[str, Any]
 Array = np.ndarray[Any, np.dtype[Any]]
 Work = Callable[[], object]
+Result = TypeVar("Result")
 
 
 def use_one_core() -> None:
@@ -23,6 +26,17 @@ def use_one_core() -> None:
     th.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
+    """
+    What work returns, done in a process that has done nothing else.
+
+    :param work: a function of a module
+    :param arguments: of it
+    """
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def in_turn(works: Iterable[Work], repeats: int) -> Array:

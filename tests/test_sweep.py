@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from benchmarks import sweep
-from benchmarks.runner import run_missing
 from sb3_fp16 import Precision
 
 
@@ -93,19 +92,3 @@ def test_the_picture(tmp_path):
     rows = [made_up(env, arm, seed, 10.0 + seed) for env in sweep.ENVS for arm in ("fp32", "fp16") for seed in (0, 1)]
     sweep.draw(rows, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
-
-
-def double(name, number):
-    return {"name": name, "number": number, "value": 2 * number}
-
-
-def test_only_missing_runs_are_run(tmp_path):
-    wanted = [("b", 1), ("a", 2), ("a", 3)]
-    (tmp_path / "runs.csv").write_text("name,number,value\na,2,kept\n")
-    rows = run_missing(tmp_path / "runs.csv", ("name", "number"), wanted, double, jobs=2)
-    assert [(row["name"], str(row["number"]), str(row["value"])) for row in rows] == [
-        ("b", "1", "2"),
-        ("a", "2", "kept"),
-        ("a", "3", "6"),
-    ]
-    assert (tmp_path / "runs.csv").read_text().splitlines() == ["name,number,value", "b,1,2", "a,2,kept", "a,3,6"]
