@@ -137,6 +137,18 @@ def apply_precision(precision: Precision, network: nn.Module, heads: Sequence[nn
             module.__class__ = _layer_class(type(module), rule)  # type: ignore[arg-type]
 
 
+def round_activations(network: nn.Module, kind: Format) -> None:
+    """
+    Have activations compute in FP32 and round, as torch does inside each of them: other runtimes lack some in 16 bits.
+
+    :param network: changed in place
+    :param kind: format that layers compute in
+    """
+    for module in network.modules():
+        if type(module) in _ELEMENTWISE and kind.name != "fp32":
+            module.__class__ = _layer_class(type(module), LayerRule(kind))  # type: ignore[arg-type]
+
+
 def _rule(precision: Precision, layer: nn.Module, is_head: bool) -> LayerRule | None:
     """None where the layer does by itself what the precision asks for."""
     kind = precision.compute_format

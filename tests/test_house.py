@@ -38,7 +38,7 @@ ROWS = (
     {"audit.pictures"},
     {"audit.callback", "audit.__main__"},
     {"audit"},
-    {"zoo"},
+    {"zoo", "export"},
     {"__main__"},
 )
 
