@@ -10,7 +10,7 @@ READY  := $(VENV)/.ready
 NATIVE_TESTS ?= tests/test_native.py tests/test_acting.py tests/test_kernels.py tests/cuda/test_optimizers.py \
 	-m "not slow and not gpu"
 
-.PHONY: demo test sanitize check format bench reproduce
+.PHONY: demo test sanitize check format docs bench reproduce
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
@@ -29,6 +29,10 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Warnings are errors: a link that leads nowhere, a class that is gone.
+docs: $(READY)
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.cpu

@@ -43,13 +43,18 @@ PICTURES: dict[str, tuple[Path, Callable[..., None]]] = {
     "remedies": (finetuning.FILE, finetuning.draw),
     "sweep": (sweep.FILE, sweep.draw),
 }
+Tables = dict[str, tuple[Path, Callable[..., str]]]
+# On the README and on the pages of the classes.
+OF_PPO: Tables = {
+    "halfcheetah": (halfcheetah.FILE, halfcheetah.table),
+    **{name: (cpu.PARTS[name].file, cpu.PARTS[name].table) for name in ("update", "end_to_end")},
+}
+OF_SHARP: Tables = {"state_bytes": (state_bytes.FILE, state_bytes.table)}
 # Results file and what makes Markdown of its rows, by the page and the name in its marks.
-PAGES: dict[Path, dict[str, tuple[Path, Callable[..., str]]]] = {
-    README: {
-        "halfcheetah": (halfcheetah.FILE, halfcheetah.table),
-        "state_bytes": (state_bytes.FILE, state_bytes.table),
-        **{name: (cpu.PARTS[name].file, cpu.PARTS[name].table) for name in ("update", "end_to_end")},
-    },
+PAGES: dict[Path, Tables] = {
+    README: {**OF_PPO, **OF_SHARP},
+    ROOT / "docs" / "modules" / "ppo_fp16.md": OF_PPO,
+    ROOT / "docs" / "modules" / "sharp.md": OF_SHARP,
     DETAILS: {
         **{
             name: (cpu.PARTS[name].file, cpu.PARTS[name].table)

@@ -1,23 +1,126 @@
 """README and docs say what the code and the committed results say."""
 
+import contextlib
+import io
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+import sb3_fp16
 from benchmarks import tables
 from benchmarks.runner import read_csv
+from docs import figures
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
+# A Python block, and the text block right after it if there is one: what it prints.
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", flags=re.S | re.M)
+SECTIONS = ["Notes", "Can I use?", "Example", "Results", "How to replicate", "Parameters"]
+TIMESTEPS = 2048
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_readme_code_runs(number, tmp_path, monkeypatch):
+class Block(NamedTuple):
+    name: str
+    code: str
+    printed: str | None
+
+
+BLOCKS = [
+    Block(f"{page.relative_to(ROOT)} {number}", *match.groups())
+    for page in (ROOT / "README.md", *PAGES)
+    for number, match in enumerate(BLOCK.finditer(page.read_text()))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_code_runs_and_prints_what_the_page_says(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = re.sub(r"total_timesteps=[\d_]+", "total_timesteps=2048", BLOCKS[number])
-    exec(compile(code, f"README block {number}", "exec"), {})
+    shortened = re.sub(
+        r"total_timesteps=([\d_]+)", lambda match: f"total_timesteps={min(int(match[1]), TIMESTEPS)}", block.code
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(shortened, block.name, "exec"), {"__name__": "page"})
+    assert block.printed in (None, printed.getvalue())
+
+
+def test_every_block_of_code_is_found():
+    assert len(BLOCKS) > 25
+    for page in (ROOT / "README.md", *PAGES):
+        text = page.read_text()
+        assert len(BLOCK.findall(text)) == len(re.findall(r"^ *```+ *py", text, flags=re.M)), page.name
+
+
+def pages_below(page: Path) -> set[Path]:
+    """Those that a page's tables of contents lead to, and itself."""
+    found = {page}
+    for toctree in re.findall(r"^```{toctree}\n(.*?)^```", page.read_text(), flags=re.S | re.M):
+        entries = [line for line in toctree.splitlines() if line and not line.startswith(":")]
+        found = found.union(*(pages_below(page.parent / f"{entry}.md") for entry in entries))
+    return found
+
+
+def test_every_page_is_reached_from_the_index():
+    assert pages_below(DOCS / "index.md") == set(PAGES)
+
+
+def test_pages_of_classes_have_sb3s_order_and_leave_none_out():
+    documented = ""
+    for page in sorted((DOCS / "modules").glob("*.md")):
+        text = page.read_text()
+        documented += text
+        assert re.findall(r"^## (.*)$", text, flags=re.M) == SECTIONS, page.name
+    names = {*sb3_fp16.__all__, "RolloutBufferFP16", "Audit", "AuditCallback"} - {"__version__"}
+    for name in names:
+        assert re.search(rf"autoclass:: sb3_fp16[\w.]*\.{name}$", documented, flags=re.M), name
+
+
+@pytest.mark.skipif(
+    not all(map(find_spec, ("sphinx", "myst_parser", "furo", "sphinx_copybutton"))), reason="Sphinx is not installed"
+)
+def test_sphinx_builds_without_warnings(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", DOCS, tmp_path / "html"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.relative_to(tmp_path / "html") for path in (tmp_path / "html").rglob("*.html")} >= {
+        page.relative_to(DOCS).with_suffix(".html") for page in PAGES
+    }
+    # What SB3 says of the parameters that a class shares with its own.
+    assert "Discount factor" in (tmp_path / "html" / "modules" / "ppo_fp16.html").read_text()
+
+
+def test_pictures_of_the_numerics_show_what_their_page_says():
+    moved = {way: float(figures.written_back(way, 200, 4096)[-1].mean()) / 2e-4 for way in figures.WRITEBACKS}
+    assert moved["nearest"] == 0
+    assert all(moved[way] == pytest.approx(1, abs=0.02) for way in ("stochastic", "dithered", "residual"))
+    assert moved["swallowed"] > 1.5
+    assert [figures.norms(x)[0] for x in (1.7e-4, 4.0)] == [0, float("inf")]
+    assert all(figures.norms(x) == pytest.approx((1, 1), rel=0.01) for x in (0.01, 3.9))
+    assert figures.norms(6e4)[1] == pytest.approx(1, rel=1e-5)
+    small, large = figures.log_ratio_error(1e-3), figures.log_ratio_error(0.1)
+    assert large["absolute_fp16"] < 2 * small["absolute_fp16"], "whatever its size"
+    assert large["residual_twosum"] > 50 * small["residual_twosum"], "in proportion"
+    assert small["residual_fp32"] < 1e-9
+    assert figures.stored_size(1.5e-4, None) == 0
+    assert figures.stored_size(1.5e-4, 2.0**16) == pytest.approx(1, rel=1e-3)
+    reached = {rounding: figures.decay(rounding, 8000)[-1] for rounding in ("nearest", "stochastic", "dithered")}
+    assert reached["nearest"] > 3e-3
+    assert all(reached[rounding] == pytest.approx(1e-3, rel=0.1) for rounding in ("stochastic", "dithered"))
+
+
+def test_pictures_of_the_numerics_are_drawn(tmp_path):
+    figures.main(tmp_path)
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {path.name for path in figures.IMAGES.glob("numerics_*.png")}
+    text = (DOCS / "guide" / "numerics.md").read_text()
+    assert all(f"images/{name}" in text for name in drawn)
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -36,7 +139,7 @@ def test_readme_figures_of_the_stress_test():
 
 
 def test_paper_map_names_code_and_tests_that_exist():
-    text = (ROOT / "docs" / "paper_map.md").read_text()
+    text = (DOCS / "paper_map.md").read_text()
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     package = "".join(path.read_text() for path in (ROOT / "sb3_fp16").rglob("*.py"))
     names = re.findall(r"`([^`]+)`", text)
@@ -52,6 +155,6 @@ def test_paper_map_names_code_and_tests_that_exist():
 
 
 def test_links_lead_somewhere():
-    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+    for page in (ROOT / "README.md", *PAGES, ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
