@@ -39,6 +39,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # on the page about deploying
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
 def test_code_runs_and_prints_what_the_page_says(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
