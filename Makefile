@@ -10,7 +10,7 @@ READY  := $(VENV)/.ready
 NATIVE_TESTS ?= tests/test_native.py tests/test_acting.py tests/test_kernels.py tests/cuda/test_optimizers.py \
 	-m "not slow and not gpu"
 
-.PHONY: demo test sanitize check format docs bench reproduce
+.PHONY: demo test sanitize check format docs package bench reproduce
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
@@ -33,6 +33,11 @@ format: $(READY)
 # Warnings are errors: a link that leads nowhere, a class that is gone.
 docs: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+# Archive and wheel in dist/, checked in an empty environment.
+package: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt build twine
+	.ci/package
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.cpu
