@@ -6,15 +6,14 @@ does, once around ``fp16``. Resumable: runs that are in the results file are not
 ``python -m benchmarks.ablations``
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.comparison import Rows
-from benchmarks.learning import SEEDS, trained
+from benchmarks.comparison import Rows, spread_of
+from benchmarks.learning import SEEDS, settings, trained
 from benchmarks.runner import RESULTS, versions
 from benchmarks.runs import parser_of, run_missing, workers_of
 from benchmarks.timing import Row
@@ -56,8 +55,11 @@ class Setting(NamedTuple):
 
 
 SETTINGS: dict[str, Setting] = {
-    f"{base} {modules or 'none'}": Setting(base, modules)
-    for base, modules in product(("paper", "fp16"), ("ABC", "", "C", "AC", "BC", "AB"))
+    "none": Setting("paper", ""),  # without modules, nothing that the presets differ in has an effect
+    **{
+        f"{base} {modules}": Setting(base, modules)
+        for base, modules in product(("paper", "fp16"), ("ABC", "C", "AC", "BC", "AB"))
+    },
 }
 SUBTRACTIVE = {"ABC": "all", "BC": "without A", "AC": "without B", "AB": "without C"}
 ADDITIVE = {"": "naive", "C": "C", "AC": "A and C", "ABC": "all"}
@@ -66,7 +68,7 @@ ADDITIVE = {"": "naive", "C": "C", "AC": "A and C", "ABC": "all"}
 def run(setting: str, seed: int) -> Row:
     """The gate, and what comes after it, as one row; ``fp32`` is the reference."""
     precision: str | Precision = "fp32" if setting == "fp32" else with_modules(*SETTINGS[setting])
-    gate = trained(precision, ENV, seed, GATE, EVERY)
+    gate = trained(precision, ENV, seed, GATE, EVERY, horizon=STEPS)
     last = gate if gate["crash"] else trained(precision, ENV, seed, STEPS, EVERY)
     return {"env": ENV, "setting": setting, "seed": seed, "passed_gate": not gate["crash"], **last, **versions()}
 
@@ -83,7 +85,7 @@ def table(rows: Rows, base: str) -> str:
     directions = (("reference", {"fp32": "FP32"}), ("taken away", SUBTRACTIVE), ("put back", ADDITIVE))
     for direction, words in directions:
         for modules, name in words.items():
-            setting = "fp32" if modules == "fp32" else f"{base} {modules or 'none'}"
+            setting = modules if modules == "fp32" else f"{base} {modules}" if modules else "none"
             of_setting = [row for row in rows if row["setting"] == setting]
             if of_setting:
                 lines.append(f"| {direction} | {name} | {_cells(of_setting)} |")
@@ -110,26 +112,18 @@ def fp16_table(rows: Rows) -> str:
 
 def _cells(rows: Rows) -> str:
     passed = sum(str(row["passed_gate"]) == "True" for row in rows)
-    each = " ".join(_auc(row) for row in rows)
-    auc, final = ([float(row[key]) for row in rows if not row["crash"]] for key in ("return_auc", "final_return"))
-    return f"{passed} of {len(rows)} | {each} | {_mean(auc)} | {_mean(final)}"
-
-
-def _auc(row: Mapping[str, Any]) -> str:
-    return "Crash" if row["crash"] else f"{float(row['return_auc']):.0f}"
-
-
-def _mean(values: list[float]) -> str:
-    if not values:
-        return "Crash"
-    return f"{np.mean(values):.0f}" + (f" ± {np.std(values, ddof=1):.0f}" if len(values) > 1 else "")
+    auc, final = (np.array([float(row[key]) for row in rows]) for key in ("return_auc", "final_return"))
+    each = " ".join("Crash" if np.isnan(value) else f"{value:.0f}" for value in auc)
+    return f"{passed} of {len(rows)} | {each} | {spread_of(auc)} | {spread_of(final)}"
 
 
 def main() -> None:
     """Run what is missing, then print the tables."""
     workers = workers_of(parser_of(__doc__).parse_args())
     runs = list(product(("fp32", *SETTINGS), SEEDS))
-    rows = run_missing(FILE, ("setting", "seed"), runs, run, workers)
+    # Not all rows have the same number of steps.
+    evaluated = {"evaluated": settings(STEPS, EVERY)["evaluated"]}
+    rows = run_missing(FILE, ("setting", "seed"), runs, run, workers, settings=evaluated)
     print(f"{paper_table(rows)}\n\n{fp16_table(rows)}")
 
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from benchmarks import learning
-from benchmarks.comparison import Rows, Scores, in_brackets, interquartile_mean
-from benchmarks.learning import SEEDS, TASKS, trained
+from benchmarks.comparison import Rows, Scores, in_brackets, interquartile_mean, spread_of
+from benchmarks.learning import SEEDS, TASKS, settings, trained
 from benchmarks.runner import RESULTS, curve_of, pyplot, read_csv, versions
 from benchmarks.runs import parser_of, run_missing, workers_of
 from benchmarks.timing import Row
@@ -27,11 +27,6 @@ IN_BF16 = {"bf16": "paper", "bf16-sr": "fp16"}
 """Presets in BF16, and the ones that differ from them in the format only (``bf16-sr`` writes log_std back
 stochastically, too)."""
 FORMATS = {"E5M10": "paper", **{f"E5M{bits}": f"e5m{bits}" for bits in (9, 8, 7, 6, 5)}}
-
-
-def run_in_bf16(env_id: str, method: str, seed: int) -> Row:
-    """One run over the long horizon as one row."""
-    return learning.run(env_id, method, seed)
 
 
 def run_of_format(kind: str, seed: int) -> Row:
@@ -52,8 +47,8 @@ def exponent_table(rows: Rows) -> str:
         scores = Scores.of([*rows, *fp16], (method, half))
         for env in scores.tasks:
             brain, other = scores.of_task(env)
-            wins = f"{int((brain > other).sum())} of {len(brain)}"
-            sizes = f"{_mean(brain)} | {_mean(other)} | {retained(scores, env):.0f} %"
+            wins = f"{scores.on(env).wins(method, half)} of {len(brain)}"
+            sizes = f"{spread_of(brain)} | {spread_of(other)} | {retained(scores, env):.0f} %"
             lines.append(f"| {env} | `{method}`, `{half}` in FP16 | {sizes} | {wins} |")
         if scores.pairs:
             difference = in_brackets(scores.normalised_difference(method, half))
@@ -63,17 +58,14 @@ def exponent_table(rows: Rows) -> str:
 
 def retained(scores: Scores, env: str) -> float:
     """
-    Mean AUC of the first method as a percentage of the second's.
+    Mean AUC of the first method as a percentage of the second's, over the seeds on which neither crashed.
 
     :param scores: of two methods
     :param env: task
     """
     brain, half = scores.of_task(env)
-    return float(100 * np.nanmean(brain) / np.nanmean(half))
-
-
-def _mean(auc: Any) -> str:
-    return f"{np.nanmean(auc):.0f} ± {np.nanstd(auc, ddof=1):.0f}"
+    both = ~np.isnan(brain + half)
+    return float(100 * brain[both].mean() / half[both].mean()) if both.any() else np.nan
 
 
 def significand_table(rows: Rows) -> str:
@@ -82,7 +74,7 @@ def significand_table(rows: Rows) -> str:
 
     :param rows: of the results file
     """
-    lines = ["| format | return AUC, each seed | mean ± SD | final return, mean | updates stuck |"]
+    lines = ["| format | return AUC, each seed | mean ± SD | final return, mean ± SD | updates stuck |"]
     lines.append("|---|---|---:|---:|---:|")
     for kind in FORMATS:
         of_format = [row for row in rows if row["format"] == kind]
@@ -92,7 +84,7 @@ def significand_table(rows: Rows) -> str:
                 for key in ("return_auc", "final_return", "stuck_fraction")
             )
             each = " ".join("Crash" if np.isnan(value) else f"{value:.0f}" for value in auc)
-            sizes = f"{_mean(auc)} | {np.nanmean(final):.0f} | {100 * stuck.mean():.0f} %"
+            sizes = f"{spread_of(auc)} | {spread_of(final)} | {100 * np.nanmean(stuck):.0f} %"
             lines.append(f"| {kind} | {each} | {sizes} |")
     return "\n".join(lines)
 
@@ -123,6 +115,7 @@ class Part(NamedTuple):
     :param run: gives a row
     :param columns: what names a run
     :param wanted: all runs
+    :param settings: that all rows share
     :param table: Markdown from the rows of the file
     :param file: where they are kept
     """
@@ -130,15 +123,17 @@ class Part(NamedTuple):
     run: Callable[..., Row]
     columns: tuple[str, ...]
     wanted: list[tuple[Any, ...]]
+    settings: dict[str, Any]
     table: Callable[[Rows], str]
     file: Path
 
 
 PARTS = {
     "exponent": Part(
-        run_in_bf16,
+        learning.run,
         ("env", "method", "seed"),
         [(env, method, seed) for seed, env, method in product(SEEDS, TASKS, IN_BF16)],
+        settings(learning.STEPS),
         exponent_table,
         EXPONENT_FILE,
     ),
@@ -146,6 +141,7 @@ PARTS = {
         run_of_format,
         ("format", "seed"),
         [(kind, seed) for seed, kind in product(SEEDS, FORMATS)],
+        settings(STEPS),
         significand_table,
         SIGNIFICAND_FILE,
     ),
@@ -159,7 +155,8 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in cast(list[str], arguments.only):
         part = PARTS[name]
-        rows = run_missing(part.file, part.columns, part.wanted, part.run, workers_of(arguments))
+        workers = workers_of(arguments)
+        rows = run_missing(part.file, part.columns, part.wanted, part.run, workers, settings=part.settings)
         print(f"{part.table(rows)}\n", flush=True)
 
 

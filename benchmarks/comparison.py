@@ -41,9 +41,17 @@ class Scores(NamedTuple):
         auc = np.array([[of_method[pair] for pair in complete] for of_method in runs.values()])
         return cls(tuple(methods), complete, auc)
 
-    def of_task(self, env: str) -> Array:
+    def on(self, env: str) -> "Scores":
         """
         One task's part.
+
+        :param env: task
+        """
+        return Scores(self.methods, [pair for pair in self.pairs if pair[0] == env], self.of_task(env))
+
+    def of_task(self, env: str) -> Array:
+        """
+        AUC on one task.
 
         :param env: task
         :return: shape (methods, seeds)
@@ -116,12 +124,24 @@ def stratified(differences: Sequence[Array], resamples: int = 10_000) -> Interva
 
 def interquartile_mean(values: Array) -> Array:
     """
-    Mean of the middle half of the runs.
+    Mean without the lowest and the highest quarter of the runs, rounded down: of five, of the middle three.
 
     :param values: shape (runs, ...)
     """
     means: Array = stats.trim_mean(values, 0.25, axis=0)
     return means
+
+
+def spread_of(values: Array) -> str:
+    """
+    Mean and standard deviation of the runs that did not crash, and how many did, as text.
+
+    :param values: NaN for a crash, shape (runs,)
+    """
+    finite = values[~np.isnan(values)]
+    text = f"{finite.mean():.0f}" if len(finite) else "–"
+    text += f" ± {finite.std(ddof=1):.0f}" if len(finite) > 1 else ""
+    return text + (f", {len(values) - len(finite)} crashed" if len(finite) < len(values) else "")
 
 
 def in_brackets(interval: Interval, digits: int = 3) -> str:
@@ -131,5 +151,5 @@ def in_brackets(interval: Interval, digits: int = 3) -> str:
     :param interval: with its value
     :param digits: after the point
     """
-    value, low, high = (f"{x:+.{digits}f}" for x in interval)
+    value, low, high = ("–" if np.isnan(x) else f"{x:+.{digits}f}" for x in interval)
     return f"{value} [{low}, {high}]"

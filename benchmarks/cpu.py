@@ -307,29 +307,34 @@ def memory(repeats: int) -> list[Row]:
     return rows
 
 
-def peak_of_one_update(method: str, width: int, batch_size: int = 64, n_steps: int = 512) -> tuple[float, float]:
+def peak_of_one_update(method: str, width: int) -> tuple[float, float]:
     """
-    Largest resident memory during an update of one epoch: above what was there before, and in all; MiB.
+    Largest resident memory during an update on a rollout of 512 steps: above what was there before, and in all; MiB.
 
     :param method: ``sb3`` or a precision
     :param width: of both hidden layers
-    :param batch_size: of a minibatch
-    :param n_steps: of the rollout
     """
     use_one_core()
     collected(make_model(method, ENV, seed=0, n_steps=64, policy_kwargs={"net_arch": [8, 8]}))  # loads all code
-    settings = {"n_steps": n_steps, "batch_size": batch_size, "n_epochs": 1}
-    model = make_model(method, ENV, seed=0, policy_kwargs={"net_arch": [width, width]}, **settings)
+    model = make_model(method, ENV, seed=0, n_steps=512, n_epochs=1, policy_kwargs={"net_arch": [width, width]})
     vars(model)["train"] = lambda: None
     collected(model)
     del vars(model)["train"]
+    return peak_of(model.train), _status_mib("VmHWM")
+
+
+def peak_of(work: Work) -> float:
+    """
+    Largest resident memory during a piece of work, above what was there before, MiB.
+
+    :param work: to be done
+    """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that is free inside the process would hide what the update needs
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is free inside the process would hide what the work needs
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status_mib("VmRSS")
-    model.train()
-    peak = _status_mib("VmHWM")
-    return peak - before, peak
+    work()
+    return _status_mib("VmHWM") - before
 
 
 def _status_mib(name: str) -> float:

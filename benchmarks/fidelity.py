@@ -96,12 +96,16 @@ def rollout_for(twin: PPOFP16, rollout: RolloutBufferFP16, through: Precision | 
     with th.no_grad():
         distribution, values = twin.policy.evaluate(th.from_numpy(observations[:, 0]))
         mean, log_std = (parameter.detach().float().numpy() for parameter in distribution.behaviour())
-        log_prob = distribution.log_prob(th.from_numpy(actions[:, 0])).numpy()
-    stores_parameters = twin.precision.log_ratio.startswith("residual")
+        log_prob = distribution.log_prob(th.from_numpy(actions[:, 0]))
+        stores_parameters = twin.precision.log_ratio.startswith("residual")
+        # Where stored actions are not the executed ones, c accounts for it (paper Sec. 3.2).
+        correction = distribution.correction(th.from_numpy(actions[:, 0]), log_prob) if stores_parameters else None
     buffer.reset()
     for step in range(buffer.buffer_size):
-        behaviour = (kept(mean[step : step + 1]), kept(log_std)) if stores_parameters else None
-        acted = Acted(values[step : step + 1].numpy(), log_prob[step : step + 1], behaviour, None)
+        one = slice(step, step + 1)
+        behaviour = (kept(mean[one]), kept(log_std)) if stores_parameters else None
+        c = None if correction is None else correction[one].numpy()
+        acted = Acted(values[one].numpy(), log_prob[one].numpy(), behaviour, c)
         start = rollout.episode_starts[step]
         buffer.add_step(observations[step], actions[step], rollout.rewards[step], start, acted)
     limit = twin.precision.format.max

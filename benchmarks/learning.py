@@ -8,15 +8,14 @@ SB3. Resumable: runs that are in the results file are not repeated. ``python -m 
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch as th
 from stable_baselines3 import PPO
-from stable_baselines3.common.callbacks import BaseCallback
 
-from benchmarks.comparison import Rows, Scores, in_brackets, interquartile_mean
-from benchmarks.runner import RESULTS, Evaluations, annealed, curve_of, make_model, pyplot, versions
+from benchmarks.comparison import Rows, Scores, in_brackets, interquartile_mean, spread_of
+from benchmarks.runner import RESULTS, Evaluations, UpdateLogs, annealed, curve_of, make_model, pyplot, versions
 from benchmarks.runs import parser_of, run_missing, workers_of
 from benchmarks.timing import Array, Row
 from sb3_fp16 import Precision
@@ -40,58 +39,38 @@ NAMES = {method: f"`{method}`" for method in METHODS} | {"sb3": "SB3's PPO"}
 FILE = RESULTS / "learning.csv"
 
 
-class _Logs(BaseCallback):
-    """Stuck updates, skipped steps and saturated values of each update."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[str, list[float]] = {"stuck_fraction": [], "skipped_steps": [], "saturated": []}
-
-    def _on_rollout_start(self) -> None:
-        for name, values in self.values.items():
-            if f"train/{name}" in self.logger.name_to_value:
-                values.append(float(self.logger.name_to_value[f"train/{name}"]))
-
-    def _on_training_end(self) -> None:
-        self._on_rollout_start()
-
-    def _on_step(self) -> bool:
-        return True
-
-    def columns(self) -> Row:
-        """What a results row keeps; SB3's PPO logs none of it."""
-        stuck = self.values["stuck_fraction"]
-        return {
-            "stuck_fraction": round(float(np.mean(stuck)), 4) if stuck else "",
-            "skipped_steps": int(sum(self.values["skipped_steps"])),
-            "saturated": int(sum(self.values["saturated"])),
-        }
-
-
 def trained(
-    method: str | Precision, env_id: str, seed: int, steps: int, every: int = EVERY, episodes: int = EPISODES
+    method: str | Precision,
+    env_id: str,
+    seed: int,
+    steps: int,
+    every: int = EVERY,
+    episodes: int = EPISODES,
+    horizon: int | None = None,
 ) -> Row:
     """
     One run with the paper's settings, as columns of a row.
 
-    A run that ends with an error, or with a policy that is not finite, has crashed: its AUC and final return are NaN.
+    A run that ends with an error of its numbers, or with a policy that is not finite, has crashed: its AUC and final
+    return are NaN, and the row says what was raised.
 
     :param method: ``sb3``, or a precision
     :param env_id: task
     :param seed: of the run
-    :param steps: environment steps, over which the learning rate falls to 0
+    :param steps: environment steps
     :param every: environment steps between evaluations
     :param episodes: per evaluation
+    :param horizon: environment steps over which the learning rate falls to 0; ``steps`` by default
     """
     th.set_num_threads(1)
-    model = make_model(method, env_id, seed, **annealed())
-    evaluations, logs = Evaluations(env_id, seed, every, episodes), _Logs()
+    model = make_model(method, env_id, seed, **annealed(part=steps / (horizon or steps)))
+    evaluations, logs = Evaluations(env_id, seed, every, episodes), UpdateLogs()
     crash = ""
     try:
         model.learn(steps, callback=[logs, evaluations])
         _raise_unless_finite(model)
-    except ValueError as error:
-        crash = " ".join(str(error).split())[:200]
+    except (ArithmeticError, RuntimeError, ValueError) as error:  # RuntimeError is torch's of probabilities
+        crash = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
     columns = evaluations.columns()
     if crash:
         columns |= {"return_auc": np.nan, "final_return": np.nan}
@@ -109,6 +88,17 @@ def run(env_id: str, method: str, seed: int) -> Row:
     return {"env": env_id, "method": method, "seed": seed, **trained(method, env_id, seed, STEPS), **versions()}
 
 
+def settings(steps: int, every: int = EVERY, episodes: int = EPISODES) -> dict[str, Any]:
+    """
+    What rows of one file share.
+
+    :param steps: environment steps
+    :param every: environment steps between evaluations
+    :param episodes: per evaluation
+    """
+    return {"steps": steps, "evaluated": f"{episodes} episodes every {every}"}
+
+
 def table(rows: Rows) -> str:
     """
     Return AUC of each task and method, mean and standard deviation over seeds, as Markdown.
@@ -124,12 +114,9 @@ def table(rows: Rows) -> str:
 
 
 def _mean_of(rows: Rows) -> str:
-    """Of runs of one method on one task; those that crashed and those still to be done are told."""
-    auc = np.array([float(row["return_auc"]) for row in rows if not row["crash"]])
-    crashed = f", {len(rows) - len(auc)} crashed" if len(auc) < len(rows) else ""
+    """Of runs of one method on one task; those still to be done are told."""
     few = f", {len(rows)} seeds" if 0 < len(rows) < len(SEEDS) else ""
-    spread = f" ± {auc.std(ddof=1):.0f}" if len(auc) > 1 else ""
-    return f"{auc.mean():.0f}{spread}{crashed}{few}" if len(auc) else f"–{crashed}"
+    return spread_of(np.array([float(row["return_auc"]) for row in rows])) + few
 
 
 def ranks_table(rows: Rows) -> str:
@@ -178,8 +165,9 @@ def sb3_table(rows: Rows) -> str:
     lines = ["| task | seeds | SB3's PPO | `fp32` | `fp32` / SB3's, mean |", "|---|---:|---|---|---:|"]
     for env in scores.tasks:
         auc = scores.of_task(env)
-        each = [" ".join(f"{value:.0f}" for value in values) for values in auc]
-        lines.append(f"| {env} | {auc.shape[1]} | {each[0]} | {each[1]} | {auc[1].mean() / auc[0].mean():.2f} |")
+        each = [" ".join("Crash" if np.isnan(value) else f"{value:.0f}" for value in values) for values in auc]
+        ratio = np.nanmean(auc[1]) / np.nanmean(auc[0])
+        lines.append(f"| {env} | {auc.shape[1]} | {each[0]} | {each[1]} | {ratio:.2f} |")
     if scores.pairs:
         lines += ["", f"Difference of normalised AUC: {in_brackets(scores.normalised_difference('fp32', 'sb3'))}."]
     return "\n".join(lines)
@@ -189,26 +177,30 @@ def draw(rows: Rows, path: Path) -> None:
     """
     Interquartile means of the seeds' learning curves, each task and all of them together.
 
+    From where a run crashed on, it counts with the lowest return of its task.
+
     :param rows: of the results file
     :param path: of the picture
     """
     figure, panels = pyplot().subplots(2, 4, figsize=(20, 8), layout="constrained")
     whole: dict[str, list[Array]] = {}
+    longest = np.zeros(0)
     for axes, env in zip(panels.flat, TASKS, strict=False):
-        curves = {method: _curves(rows, env, method) for method in METHODS}
-        every = [curve[1] for of_method in curves.values() for curve in of_method]
-        for colour, (method, of_method) in enumerate(curves.items()):
-            if of_method:
-                steps, returns = of_method[0][0], np.array([curve[1] for curve in of_method])
-                axes.plot(steps, interquartile_mean(returns), color=f"C{colour}", label=method)
-                axes.fill_between(steps, *np.quantile(returns, [0.25, 0.75], axis=0), color=f"C{colour}", alpha=0.12)
+        steps, curves = _curves([row for row in rows if row["env"] == env])
+        longest = max(longest, steps, key=len)
+        everything = np.concatenate([np.zeros(0), *map(np.ravel, curves.values())])
+        low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
+        for colour, method in enumerate(METHODS):
+            if method in curves:
+                axes.plot(steps, interquartile_mean(curves[method]), color=f"C{colour}", label=method)
+                quarters = np.quantile(curves[method], [0.25, 0.75], axis=0)
+                axes.fill_between(steps, *quarters, color=f"C{colour}", alpha=0.12)
                 if method != "sb3":  # which has two tasks only
-                    low, high = np.min(every), np.max(every)
-                    whole.setdefault(method, []).extend((returns - low) / (high - low))
+                    whole.setdefault(method, []).extend((curves[method] - low) / (high - low))
         axes.set(title=env, xlabel="environment steps", ylabel="deterministic return")
     for colour, method in enumerate(METHODS):
         if method in whole:
-            panels[1, 2].plot(steps, interquartile_mean(np.array(whole[method])), color=f"C{colour}", label=method)
+            panels[1, 2].plot(longest, interquartile_mean(np.array(whole[method])), color=f"C{colour}", label=method)
     panels[1, 2].set(title="all tasks, scaled to the extremes of each", xlabel="environment steps")
     panels[1, 3].axis("off")
     panels[1, 3].legend(*panels[0, 0].get_legend_handles_labels(), loc="center")
@@ -216,9 +208,15 @@ def draw(rows: Rows, path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-def _curves(rows: Rows, env: str, method: str) -> list[Array]:
-    """Of the runs that did not crash."""
-    return [curve_of(row) for row in rows if (row["env"], row["method"], row["crash"]) == (env, method, "")]
+def _curves(rows: Rows) -> tuple[Array, dict[str, Array]]:
+    """Environment steps, and the returns of each method, shape (runs, evaluations), of one task."""
+    found = [(row["method"], *curve_of(row)) for row in rows]
+    steps = max((of for _, of, _ in found), key=len, default=np.zeros(0))
+    low = min((returns.min() for _, _, returns in found), default=0.0)
+    curves: dict[str, list[Array]] = {}
+    for method, of, returns in found:
+        curves.setdefault(method, []).append(np.pad(returns, (0, len(steps) - len(of)), constant_values=low))
+    return steps, {method: np.array(runs) for method, runs in curves.items()}
 
 
 def wanted(methods: Sequence[str]) -> list[tuple[str, str, int]]:
@@ -236,8 +234,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="all by default")
     arguments = parser.parse_args()
-    runs = wanted(cast(list[str], arguments.methods))
-    rows = run_missing(FILE, ("env", "method", "seed"), runs, run, workers_of(arguments))
+    workers, asked = workers_of(arguments), wanted(cast(list[str], arguments.methods))
+    rows = run_missing(FILE, ("env", "method", "seed"), wanted(METHODS), run, workers, asked, settings(STEPS))
     print("\n\n".join(make(rows) for make in (table, ranks_table, pairs_table, sb3_table)))
 
 

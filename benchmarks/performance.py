@@ -1,5 +1,5 @@
 """
-Complete updates on a CPU: time, optimizer state and peak memory over widths and minibatches (paper Sec. 4.4, Tables 1
+Complete updates on a CPU: time, optimizer state and memory in all over widths and minibatches (paper Sec. 4.4, Tables 1
 and 2, which are of a GPU; ``benchmarks.gpu`` has those).
 
 Observations of 17 and actions of 6 numbers, two networks of two hidden layers, one core and one thread of torch, a
@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from benchmarks.comparison import Rows
-from benchmarks.cpu import peak_of_one_update
+from benchmarks.cpu import peak_of
 from benchmarks.gpu import BATCHES, METHODS, NAMES, WIDTHS, Shape, with_rollout
 from benchmarks.runner import RESULTS, read_csv, state_bytes, versions, write_csv
 from benchmarks.timing import Row, cells, in_new_process, in_turn, spread, use_one_core
@@ -56,6 +56,18 @@ def optimizer_bytes(method: str, width: int) -> int:
     return state_bytes(model)["optimizer state"]
 
 
+def memory_of(method: str, shape: Shape) -> float:
+    """
+    MiB that a model takes at most in all: weights, gradients, optimizer state, rollout and workspace of an update.
+
+    :param method: ``sb3`` or a precision
+    :param shape: of the update
+    """
+    use_one_core()
+    with_rollout(method, Shape(8, 64), 1, "cpu").train()  # loads all code
+    return peak_of(lambda: with_rollout(method, shape, 1, "cpu").train())
+
+
 def measure(shape: Shape, processes: int) -> list[Row]:
     """
     One row per method.
@@ -66,10 +78,7 @@ def measure(shape: Shape, processes: int) -> list[Row]:
     times = np.array([in_new_process(times_of, shape, REPEATS) for _ in range(processes)])
     rows = []
     for i, method in enumerate(MEASURED):
-        peaks = [
-            in_new_process(peak_of_one_update, method, shape.width, shape.batch_size, shape.samples)[0]
-            for _ in range(min(processes, 3))
-        ]
+        peaks = [in_new_process(memory_of, method, shape) for _ in range(processes)]
         rows.append(
             {
                 **shape._asdict(),
@@ -92,7 +101,9 @@ def table(rows: Rows) -> str:
 
     :param rows: of the results file
     """
-    lines = ["| width | batch | method | update / `fp32`'s, median | min to max | optimizer state, MiB | peak, MiB |"]
+    lines = [
+        "| width | batch | method | update / `fp32`'s, median | min to max | optimizer state, MiB | all memory, MiB |"
+    ]
     lines.append("|---:|---:|---|---:|---:|---:|---:|")
     for row in rows:
         start = f"| {row['width']} | {row['batch_size']} | {NAMES[row['method']]}"
@@ -106,9 +117,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=PROCESSES, help="per shape")
     processes = parser.parse_args().processes
-    for number, shape in enumerate(SHAPES):
+    for shape in SHAPES:
         rows: list[Row] = list(read_csv(FILE))
-        if len(rows) <= number * len(MEASURED):
+        if {(row["width"], row["batch_size"]) for row in rows}.isdisjoint({tuple(map(str, shape))}):
             write_csv(FILE, rows + measure(shape, processes))
             print(f"width {shape.width}, minibatches of {shape.batch_size}", flush=True)
     print(table(read_csv(FILE)))

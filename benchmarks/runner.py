@@ -41,33 +41,37 @@ PAPER_SETTINGS: dict[str, Any] = {
 }
 
 
-def annealed(learning_rate: float = PAPER_SETTINGS["learning_rate"]) -> dict[str, Any]:
+def annealed(learning_rate: float = PAPER_SETTINGS["learning_rate"], part: float = 1.0) -> dict[str, Any]:
     """
     The paper's settings with their linear annealing.
 
     :param learning_rate: at the start
+    :param part: of the run over which it would fall to 0, that is run
     """
-    return PAPER_SETTINGS | {"learning_rate": LinearSchedule(learning_rate, 0.0, 1.0)}
+    return PAPER_SETTINGS | {"learning_rate": LinearSchedule(learning_rate, (1 - part) * learning_rate, 1.0)}
 
 
 class Evaluations(BaseCallback):
     """
     Deterministic returns along a training run.
 
+    The n-th evaluation of a seed starts in the same states whatever is evaluated.
+
     :param env_id: task
-    :param seed: of the evaluation environments
+    :param seed: of the run
     :param every: environment steps between evaluations
     :param episodes: per evaluation, side by side, each in an environment of its own
     """
 
     def __init__(self, env_id: str, seed: int, every: int, episodes: int) -> None:
         super().__init__()
-        self.env = make_vec_env(env_id, episodes, seed=10_000 + 100 * seed)
-        self.every, self.episodes = every, episodes
+        self.env = make_vec_env(env_id, episodes)
+        self.seed, self.every, self.episodes = seed, every, episodes
         self.points: list[tuple[int, float]] = []
 
     def evaluate(self) -> float:
         """Mean return of the model as it is, added to the curve."""
+        self.env.seed(10_000 * (1 + self.seed) + 100 * len(self.points))  # apart from each other and from training's
         mean, _ = evaluate_policy(cast(PPO, self.model), self.env, n_eval_episodes=self.episodes, warn=False)
         self.points.append((self.num_timesteps, float(cast(float, mean))))
         return self.points[-1][1]
@@ -83,7 +87,9 @@ class Evaluations(BaseCallback):
         self.evaluate()
 
     def area_under_curve(self) -> float:
-        """Return AUC: trapezoid over environment steps, divided by the horizon (paper Sec. 4.3)."""
+        """Return AUC: trapezoid over environment steps, divided by the horizon (paper Sec. 4.3); NaN of one point."""
+        if len(self.points) < 2:
+            return float("nan")
         steps, returns = np.asarray(self.points).T
         return float(np.trapezoid(returns, steps) / steps[-1])
 
@@ -91,7 +97,7 @@ class Evaluations(BaseCallback):
         """What a results row keeps of them."""
         return {
             "return_auc": round(self.area_under_curve(), 2),
-            "final_return": round(self.points[-1][1], 2),
+            "final_return": round(self.points[-1][1], 2) if self.points else float("nan"),
             "curve": " ".join(f"{step}:{value:.1f}" for step, value in self.points),
         }
 
@@ -105,6 +111,34 @@ def curve_of(row: Mapping[str, Any]) -> Array:
     """
     steps, returns = zip(*(point.split(":") for point in row["curve"].split()), strict=True)
     return np.array([steps, returns], dtype=float)
+
+
+class UpdateLogs(BaseCallback):
+    """Stuck updates, skipped steps and saturated values of each update; SB3's PPO logs none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, list[float]] = {"stuck_fraction": [], "skipped_steps": [], "saturated": []}
+
+    def _on_rollout_start(self) -> None:
+        for name, values in self.values.items():
+            if f"train/{name}" in self.logger.name_to_value:
+                values.append(float(self.logger.name_to_value[f"train/{name}"]))
+
+    def _on_training_end(self) -> None:
+        self._on_rollout_start()
+
+    def _on_step(self) -> bool:
+        return True
+
+    def columns(self) -> Row:
+        """What a results row keeps of them."""
+        stuck = self.values["stuck_fraction"]
+        return {
+            "stuck_fraction": round(float(np.mean(stuck)), 4) if stuck else float("nan"),
+            "skipped_steps": int(sum(self.values["skipped_steps"])),
+            "saturated": int(sum(self.values["saturated"])),
+        }
 
 
 class UpdateTimes(BaseCallback):
@@ -189,27 +223,37 @@ def state_bytes(model: PPO) -> dict[str, int]:
     }
 
 
+def _commit() -> str:
+    """That of the working tree, and whether its code differs from it; a copy of one may be told by COMMIT."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", "-C", str(RESULTS.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    head = git("rev-parse", "--short", "HEAD") if shutil.which("git") else None
+    if head is None or head.returncode:
+        return os.environ.get("COMMIT", "unknown")
+    differs = git("diff", "--quiet", "HEAD", "--", ":/", ":(exclude,top)benchmarks/results", ":(exclude,top)docs")
+    return head.stdout.strip() + ("-modified" if differs.returncode else "")
+
+
+COMMIT = _commit()
+"""Of the code that was imported: the checkout may go on while runs last."""
+
+
 def versions() -> dict[str, str]:
     """What a results row must name to be reproducible."""
-    packages = ("torch", "stable_baselines3", "mujoco")
+    packages = ("torch", "stable_baselines3", "mujoco", "gymnasium", "numpy")
     return {
-        "commit": _commit(),
+        "commit": COMMIT,
         "python": platform.python_version(),
         **{package: version(package) if find_spec(package) else "" for package in packages},
     }
 
 
-def _commit() -> str:
-    """That of the working tree; a copy of one may be told by COMMIT."""
-    if shutil.which("git") is None:
-        return os.environ.get("COMMIT", "unknown")
-    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or os.environ.get("COMMIT", "unknown")
-
-
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """
-    Write rows that share their keys, the file appearing whole or not at all.
+    Write rows, the file appearing whole or not at all; what a row lacks of the others' columns is empty.
 
     :param path: of the file
     :param rows: at least one
@@ -218,7 +262,7 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
         writer.writeheader()
         writer.writerows(rows)
     partial.replace(path)

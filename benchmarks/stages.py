@@ -27,9 +27,9 @@ from benchmarks.runs import parser_of, run_missing, workers_of
 from benchmarks.stress import log_ratio_errors
 from benchmarks.timing import Array, Row
 from sb3_fp16 import PPOFP16
-from sb3_fp16.audit.optimizer import Shadow
+from sb3_fp16.audit.optimizer import Shadow, state_rows
 from sb3_fp16.audit.statistics import bootstrap
-from sb3_fp16.audit.sticking import WritebackSimulation
+from sb3_fp16.audit.sticking import WRITEBACKS, WritebackSimulation
 from sb3_fp16.audit.twin import SINGLE, Step, replay, same_random_numbers, twin_of
 from sb3_fp16.buffers import RolloutBufferFP16
 from sb3_fp16.engines.eager import EagerEngine
@@ -60,7 +60,6 @@ STAGES = {
 }
 OPTIMIZERS = {"Adam in FP16": "Adam in FP16", "paper": "SHARP, `paper`", "fp16": "SHARP, `fp16`"}
 _NOT_FINITE = 1e300
-WRITEBACKS = ("nearest", "residual", "stochastic", "dithered")
 RATIOS = ("rms", "absolute_fp16", "residual_twosum", "residual_fp32")
 
 
@@ -94,11 +93,12 @@ class Arithmetic:
         self.settings = self.twin.update_settings()
         self.rollout = rollout_for(self.twin, rollout)
 
-    def sees(self, rows: Array, weights: dict[str, Tensor]) -> Seen:
+    def sees(self, rows: Array, epoch: Array, weights: dict[str, Tensor]) -> Seen:
         """
         Every stage up to the gradient's norm.
 
         :param rows: of the rollout, the minibatch
+        :param epoch: rows in the order of all its minibatches
         :param weights: on FP16's grid
         """
         policy, precision = self.twin.policy, self.twin.precision
@@ -130,8 +130,21 @@ class Arithmetic:
             gradient=th.cat(true),
             log_prob=log_prob,
             d=d,
-            clipped=clip_log_ratio(d, whole.advantages.float(), self.settings.clip_range) != d,
+            clipped=self._clipped(d[epoch], whole.advantages[epoch]),
         )
+
+    def _clipped(self, d: Tensor, advantages: Tensor) -> Tensor:
+        """Which samples the loss clips, minibatch by minibatch."""
+        clip_range, found = self.settings.clip_range, []
+        size = self.settings.batch_size
+        for first in range(0, len(d), size):
+            ratios, part = d[first : first + size], advantages[first : first + size]
+            if self.twin.precision.global_scalars:
+                found.append(clip_log_ratio(ratios, normalize_advantages(part.float()), clip_range) != ratios)
+            else:  # on ratios, every operation rounded to storage
+                ratio, normalized = ratios.to(part.dtype).exp(), normalize_advantages(part)
+                found.append(th.where(normalized >= 0, ratio > 1 + clip_range, ratio < 1 - clip_range))
+        return th.cat(found)
 
 
 def errors(seen: Seen, reference: Seen) -> dict[str, float]:
@@ -177,6 +190,8 @@ class _Watch(BaseCallback):
                 self._look(cast(PPO, self.model))
 
     def _look(self, model: PPO) -> None:
+        # As SB3 does it once the rollout is complete, before the update.
+        model._update_current_progress_remaining(model.num_timesteps, model._total_timesteps)
         rollout = cast(RolloutBufferFP16, model.rollout_buffer)
         start = on_the_grid(twin_of(model, SINGLE))
         reference = Arithmetic(start, "fp32", rollout)
@@ -202,11 +217,11 @@ class _Watch(BaseCallback):
                 batch = rows[first : first + size]
                 if step in AT:
                     weights = {k: FORMATS["fp16"].round(v) for k, v in walker.twin.policy.state_dict().items()}
-                    exact = reference.sees(batch, weights)
+                    exact = reference.sees(batch, rows, weights)
                     found = {
                         f"{name} {stage}": error
                         for name, path in paths.items()
-                        for stage, error in errors(path.sees(batch, weights), exact).items()
+                        for stage, error in errors(path.sees(batch, rows, weights), exact).items()
                     }
                     yield found | self._ratios(reference)
                 losses = walker.engine._losses(walker.rollout._get_samples(batch), walker.settings)
@@ -227,17 +242,19 @@ class _Watch(BaseCallback):
 
     @staticmethod
     def _optimizers(start: PPOFP16, rollout: RolloutBufferFP16) -> dict[str, float]:
-        """Optimizer state and writeback over an epoch of FP32's update."""
+        """Optimizer state and writeback over FP32's update."""
         shadows = {name: _shadow_of(start, name) for name in ("paper", "fp16")}
         written = WritebackSimulation()
         walker = twin_of(start, SINGLE)
-        found: dict[str, float] = {}
 
         def observe(step: Step) -> None:
             for observing in (*(shadow.observe for shadow in shadows.values()), written.observe):
                 observing(step)
 
-        replay(walker, rollout, len(rollout.rewards) // walker.batch_size, observe)
+        for _ in range(walker.n_epochs):
+            replay(walker, rollout, len(rollout.rewards) // walker.batch_size, observe)
+        own = [row for row in state_rows(start) if (row.name, row.storage) == ("exp_avg_sq", "fp16")]
+        found = {"FP32 Adam's, in FP16": own[0].lost} if own else {}
         for name, shadow in shadows.items():
             sharp, adam = shadow.rows()
             for of, row in ((name, sharp), ("Adam in FP16", adam)):
@@ -286,7 +303,7 @@ def cell(rows: Rows, column: str, digits: str = ".2g") -> str:
     values = np.array([[float(x) for x in row[column].split()] for row in rows])
     # Norms of FP16 overflow; an order is all that a median needs.
     ordered = bootstrap(np.nan_to_num(values, nan=_NOT_FINITE, posinf=_NOT_FINITE), np.median)
-    value, low, high = ("not finite" if x > _NOT_FINITE / 4 else f"{x:{digits}}" for x in ordered)
+    value, low, high = ("not finite" if x > 1e100 else f"{x:{digits}}" for x in ordered)
     return f"{value} [{low}, {high}]"
 
 
@@ -310,7 +327,7 @@ def ratios_table(rows: Rows) -> str:
     """
     lines = ["| task | rms of log π/π₀ | absolute in FP16, MAE | residual with TwoSum in FP16 | residual in FP32 |"]
     lines.append("|---|---:|---:|---:|---:|")
-    for env in ENVS:
+    for env in dict.fromkeys(row["env"] for row in rows):
         of_task = [row for row in rows if row["env"] == env]
         lines.append(f"| {env} | {' | '.join(cell(of_task, f'ratio {name}') for name in RATIOS)} |")
     return "\n".join(lines)
@@ -327,6 +344,8 @@ def optimizers_table(rows: Rows) -> str:
     for name, words in OPTIMIZERS.items():
         cells = (cell(rows, f"{name} {what}", ".3g") for what in ("zeroed", "update", "cosine"))
         lines.append(f"| {words} | {' | '.join(cells)} |")
+    held = cell(rows, "FP32 Adam's, in FP16", ".3g")
+    lines.append(f"| FP32 Adam's second moments of the whole run, were they FP16 | {held} | | |")
     return "\n".join(lines)
 
 
@@ -355,7 +374,7 @@ def main() -> None:
     """Run what is missing, then print the tables."""
     workers = workers_of(parser_of(__doc__).parse_args())
     runs = [(env, seed) for seed, env in product(SEEDS, ENVS)]
-    rows = run_missing(FILE, ("env", "seed"), runs, run, workers)
+    rows = run_missing(FILE, ("env", "seed"), runs, run, workers, settings={"after": " ".join(map(str, AFTER))})
     print("\n\n".join(make(rows) for make in (table, ratios_table, optimizers_table)))
 
 

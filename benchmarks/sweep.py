@@ -14,11 +14,20 @@ import gymnasium as gym
 import numpy as np
 import torch as th
 from stable_baselines3 import PPO
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import DiagGaussianDistribution
 
 from benchmarks.comparison import Rows, stratified
-from benchmarks.runner import PAPER_SETTINGS, RESULTS, Evaluations, annealed, curve_of, make_model, pyplot, versions
+from benchmarks.runner import (
+    PAPER_SETTINGS,
+    RESULTS,
+    Evaluations,
+    UpdateLogs,
+    annealed,
+    curve_of,
+    make_model,
+    pyplot,
+    versions,
+)
 from benchmarks.runs import parser_of, run_missing, workers_of
 from benchmarks.timing import Array, Row
 from sb3_fp16 import Precision
@@ -76,9 +85,9 @@ ARMS: dict[str, Arm] = {
 }
 
 
-class _Watch(BaseCallback):
+class _Watch(UpdateLogs):
     """
-    What a run tells of itself: stuck updates, skipped steps, saturated values, and its policy now and then.
+    What a run tells of itself: the logs of its updates, and its policy now and then.
 
     :param probes: observations at which the policy is kept
     """
@@ -86,13 +95,10 @@ class _Watch(BaseCallback):
     def __init__(self, probes: Array) -> None:
         super().__init__()
         self.probes = probes
-        self.logs: dict[str, list[float]] = {"stuck_fraction": [], "skipped_steps": [], "saturated": []}
         self.policies: list[Array] = []
 
     def _on_rollout_start(self) -> None:
-        for name, values in self.logs.items():
-            if f"train/{name}" in self.logger.name_to_value:
-                values.append(float(self.logger.name_to_value[f"train/{name}"]))
+        super()._on_rollout_start()
         if self.num_timesteps in PROBED_AT:
             self._keep_policy()
 
@@ -105,9 +111,6 @@ class _Watch(BaseCallback):
         distribution = model.policy.get_distribution(th.as_tensor(self.probes, device=model.device))
         gaussian = cast(DiagGaussianDistribution, distribution).distribution
         self.policies.append(np.stack([gaussian.mean.float().numpy(), gaussian.stddev.log().float().numpy()]))
-
-    def _on_step(self) -> bool:
-        return True
 
 
 def probes(env_id: str) -> Array:
@@ -151,19 +154,18 @@ def run(env_id: str, arm: str, seed: int) -> Row:
     model = make_model(ARMS[arm].precision, env_id, seed, **annealed(ARMS[arm].learning_rate))
     watch, evaluations = _Watch(probes(env_id)), Evaluations(env_id, seed, EVERY, EPISODES)
     model.learn(STEPS, callback=[watch, evaluations])
-    stuck, skipped, saturated = watch.logs.values()
+    evaluated = evaluations.columns()
     return {
         "env": env_id,
         "arm": arm,
         "seed": seed,
         "steps": STEPS,
-        "return_auc": round(evaluations.area_under_curve(), 2),
-        "final_return": round(evaluations.points[-1][1], 2),
-        "stuck_fraction": round(float(np.mean(stuck)), 4),
-        "stuck_fraction_late": round(float(np.mean(stuck[-10:-1])), 4),  # the last learning rate is 0
-        "skipped_steps": int(sum(skipped)),
-        "saturated": int(sum(saturated)),
-        "curve": " ".join(f"{step}:{value:.1f}" for step, value in evaluations.points),
+        "return_auc": evaluated["return_auc"],
+        "final_return": evaluated["final_return"],
+        **watch.columns(),
+        # The last learning rate is 0.
+        "stuck_fraction_late": round(float(np.mean(watch.values["stuck_fraction"][-10:-1])), 4),
+        "curve": evaluated["curve"],
         "policies": pack(watch.policies),
         **versions(),
     }
@@ -310,8 +312,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="all by default")
     arguments = parser.parse_args()
-    wanted = [(env, arm, seed) for arm, seed, env in product(arguments.arms, SEEDS, ENVS)]
-    print(table(run_missing(FILE, ("env", "arm", "seed"), wanted, run, workers_of(arguments))))
+    wanted = [(env, arm, seed) for arm, seed, env in product(ARMS, SEEDS, ENVS)]
+    asked = [values for values in wanted if values[1] in arguments.arms]
+    print(table(run_missing(FILE, ("env", "arm", "seed"), wanted, run, workers_of(arguments), asked)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.comparison import Scores, in_brackets, interquartile_mean, stratified
+from benchmarks.comparison import Scores, in_brackets, interquartile_mean, spread_of, stratified
 from sb3_fp16.audit.statistics import Interval
 
 
@@ -33,6 +33,7 @@ def test_pairs_that_all_have_finished():
     assert Scores.of(rows_of(AUC), ("x", "w")).pairs == [("A", "0")]
     assert Scores.of(rows_of(AUC), ("x", "v")).pairs == []
     np.testing.assert_array_equal(scores.of_task("B")[1:], [[100, 100], [200, 150]])
+    assert scores.on("B").wins("y", "x") == 1  # as x crashed
     assert scores.tasks == ["A", "B"]
 
 
@@ -72,3 +73,7 @@ def test_interquartile_mean_and_text():
     values = np.array([[-1e9, 1.0], [1.0, 1.0], [3.0, 1.0], [1e9, 1.0]])
     np.testing.assert_array_equal(interquartile_mean(values), [2, 1])
     assert in_brackets(Interval(0.2, -0.1, 0.5), 1) == "+0.2 [-0.1, +0.5]"
+    assert in_brackets(Interval(0.2, np.nan, np.nan), 1) == "+0.2 [–, –]"
+    assert spread_of(np.array([1.0, 3.0, np.nan])) == "2 ± 1, 1 crashed"
+    assert spread_of(np.array([5.0])) == "5"
+    assert spread_of(np.array([np.nan])) == "–, 1 crashed"
