@@ -85,6 +85,7 @@ PAGES: dict[Path, Tables] = {
         **{f"sticking_{name}": (part.file, part.table) for name, part in sticking.PARTS.items()},
         "fidelity": (fidelity.FILE, fidelity.table),
         "sweep": (sweep.FILE, sweep.table),
+        "sweep_confirmation": (sweep.FILE, sweep.confirmation),
         "split_k": (split_k.FILE, split_k.table),
         "recurrent_toy": (recurrent_toy.FILE, recurrent_toy.table),
         "recurrent_toy_sequences": (recurrent_toy.SEQUENCES_FILE, recurrent_toy.sequence_table),

@@ -75,6 +75,22 @@ def test_pairs_are_compared_within_tasks():
     assert "| `fp16` | the preset | 17 | 110 |" in sweep.table(rows)
 
 
+def test_fresh_seeds_are_apart():
+    rows = [
+        made_up(env, arm, seed, 100.0 + 10 * (arm == "dithered") * (seed in sweep.FRESH) + seed)
+        for env in sweep.ENVS
+        for arm in sweep.CONFIRMED
+        for seed in (*sweep.SEEDS, *sweep.FRESH)
+    ]
+    assert "| `dithered` | weights written back dithered | 24 | 100 |" in sweep.table(rows)
+    lines = sweep.confirmation(rows).splitlines()
+    assert len(lines) == 2 + 3
+    assert lines[2].startswith("| `fp16` | `fp32` | 24 | +0 [+0, +0] |")
+    assert lines[4].startswith("| `dithered` | `fp16` | 24 | +9 [+9, +9] |")
+    assert lines[4].endswith("| 24 of 24 |")
+    assert sweep.confirmation([row for row in rows if int(row["seed"]) in sweep.SEEDS]).count("\n") == 1
+
+
 def test_closed_form_of_the_drift():
     rng = np.random.default_rng(0)
     policy, reference = rng.normal(size=(2, 2, sweep.PROBES, 3))
