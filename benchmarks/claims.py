@@ -65,22 +65,26 @@ def residual_error() -> Found | None:
     return Found(text, bool(5e-4 < np.median(absolute) < 2e-3 and factor > 10))
 
 
-def second_moments() -> Found | None:
-    """Zeros of Adam in FP16 and of the paper's SHARP."""
+def _optimizers(what: str) -> list[Array] | None:
+    """A figure of Adam in FP16 and of the paper's SHARP, shape (runs, updates) each; None while runs are missing."""
     rows = _complete(stages.FILE, len(stages.SEEDS) * len(stages.ENVS))
-    if rows is None:
+    return None if rows is None else [_values(rows, f"{of} {what}") for of in ("Adam in FP16", "paper")]
+
+
+def second_moments() -> Found | None:
+    """Zeros."""
+    if (found := _optimizers("zeroed")) is None:
         return None
-    adam, sharp = (_values(rows, f"{of} zeroed") for of in ("Adam in FP16", "paper"))
+    adam, sharp = found
     text = f"{_span(100 * adam)} %; {_span(100 * sharp, '.2g')} %"
     return Found(text, bool(np.median(adam) > 0.5 and np.median(sharp) < 0.01))
 
 
 def step_sizes() -> Found | None:
-    """Steps of Adam in FP16 and of the paper's SHARP over those of FP32's Adam."""
-    rows = _complete(stages.FILE, len(stages.SEEDS) * len(stages.ENVS))
-    if rows is None:
+    """Size of a step over that of FP32's Adam."""
+    if (found := _optimizers("update")) is None:
         return None
-    adam, sharp = (_values(rows, f"{of} update") for of in ("Adam in FP16", "paper"))
+    adam, sharp = found
     text = f"{_span(adam, '.0f')}; {_span(sharp, '.2f')}"
     return Found(text, bool(np.median(adam) > 10 and abs(np.median(sharp) - 1) < 0.1))
 

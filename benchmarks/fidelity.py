@@ -6,10 +6,11 @@ order of minibatches, does its own update, and the policies and values before an
 observations. Nothing of what then happens in training blurs it. ``python -m benchmarks.fidelity --jobs 2``
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch as th
@@ -115,25 +116,48 @@ def rollout_for(twin: PPOFP16, rollout: RolloutBufferFP16, through: Precision | 
     return buffer
 
 
-class _Compare(BaseCallback):
-    """Compares arms before some of the updates of an FP32 run."""
+class BeforeUpdates(BaseCallback, ABC):
+    """
+    Stops a run before some of its updates, and leaves it as it was.
 
-    def __init__(self, env_id: str, seed: int) -> None:
+    :param after: rollouts after which it stops
+    """
+
+    def __init__(self, after: Sequence[int]) -> None:
         super().__init__()
-        self.named = {"env": env_id, "seed": seed}
-        self.rows: list[Row] = []
-        self.rollouts = 0
+        self.after, self.rollouts = after, 0
 
     def _on_step(self) -> bool:
         return True
 
     def _on_rollout_end(self) -> None:
         self.rollouts += 1
-        if self.rollouts in AFTER:
+        if self.rollouts in self.after:
+            model = cast(PPO, self.model)
+            # The update's learning rate: SB3 does this next.
+            model._update_current_progress_remaining(model.num_timesteps, model._total_timesteps)
             with same_random_numbers():
-                self._compare(self.model)  # type: ignore[arg-type]
+                self.look(model)
 
-    def _compare(self, model: PPO) -> None:
+    @abstractmethod
+    def look(self, model: PPO) -> None:
+        """
+        Called before an update.
+
+        :param model: with its rollout
+        """
+
+
+class _Compare(BeforeUpdates):
+    """Compares arms."""
+
+    def __init__(self, env_id: str, seed: int) -> None:
+        super().__init__(AFTER)
+        self.named = {"env": env_id, "seed": seed}
+        self.rows: list[Row] = []
+
+    def look(self, model: PPO) -> None:
+        """Let every arm do the update."""
         rollout = model.rollout_buffer
         assert isinstance(rollout, RolloutBufferFP16)
         observations: Array = rollout.observations[:, 0]

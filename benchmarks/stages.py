@@ -17,11 +17,10 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch as th
 from stable_baselines3 import PPO
-from stable_baselines3.common.callbacks import BaseCallback
 from torch import Tensor
 
 from benchmarks.comparison import Rows
-from benchmarks.fidelity import rollout_for
+from benchmarks.fidelity import BeforeUpdates, rollout_for
 from benchmarks.runner import RESULTS, annealed, make_model, pyplot, versions
 from benchmarks.runs import parser_of, run_missing, workers_of
 from benchmarks.stress import log_ratio_errors
@@ -30,7 +29,7 @@ from sb3_fp16 import PPOFP16
 from sb3_fp16.audit.optimizer import Shadow, state_rows
 from sb3_fp16.audit.statistics import bootstrap
 from sb3_fp16.audit.sticking import WRITEBACKS, WritebackSimulation
-from sb3_fp16.audit.twin import SINGLE, Step, replay, same_random_numbers, twin_of
+from sb3_fp16.audit.twin import SINGLE, Step, replay, twin_of
 from sb3_fp16.buffers import RolloutBufferFP16
 from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.residuals import GaussianBehaviour, clip_log_ratio
@@ -172,26 +171,15 @@ def _mae(values: Tensor, reference: Tensor) -> float:
     return float((values - reference).abs().mean())
 
 
-class _Watch(BaseCallback):
+class _Watch(BeforeUpdates):
     """Looks at some of the updates of an FP32 run."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.rollouts = 0
+        super().__init__(AFTER)
         self.columns: dict[str, list[float]] = {}
 
-    def _on_step(self) -> bool:
-        return True
-
-    def _on_rollout_end(self) -> None:
-        self.rollouts += 1
-        if self.rollouts in AFTER:
-            with same_random_numbers():
-                self._look(cast(PPO, self.model))
-
-    def _look(self, model: PPO) -> None:
-        # As SB3 does it once the rollout is complete, before the update.
-        model._update_current_progress_remaining(model.num_timesteps, model._total_timesteps)
+    def look(self, model: PPO) -> None:
+        """Compare arithmetics, optimizers and ways of writing back."""
         rollout = cast(RolloutBufferFP16, model.rollout_buffer)
         start = on_the_grid(twin_of(model, SINGLE))
         reference = Arithmetic(start, "fp32", rollout)

@@ -294,8 +294,8 @@ def test_clipping_is_decided_in_minibatches():
 
 def test_stages_take_the_learning_rate_of_the_update(monkeypatch):
     seen = []
-    watch = stages._Watch()
     monkeypatch.setattr(stages, "AFTER", (2,))
+    watch = stages._Watch()
     monkeypatch.setattr(
         watch, "_along_an_update", lambda start, *_: seen.append(start.update_settings()) or [{"x": 1.0}]
     )
