@@ -65,6 +65,9 @@ def test_every_precision(precision, toy, tmp_path):
 @pytest.mark.parametrize("actions", ACTIONS)
 def test_every_action_space(actions, toy, tmp_path):
     model = PPOFP16("MlpPolicy", toy(ACTIONS[actions]), **SMALL).learn(64)
+    if actions == "box":  # means on both sides of the bounds and between them
+        with th.no_grad():
+            model.policy.action_net.bias.copy_(th.tensor([-3.0, 0.5, 3.0]))
     check(model, tmp_path, 2 * np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32))
 
 
