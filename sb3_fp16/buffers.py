@@ -331,8 +331,15 @@ class RolloutBufferFP16(RolloutBuffer):
 
         :return: rows of the arrays' first two dimensions flattened, shape (n_steps * n_envs,)
         """
-        # Counts through the steps of one environment after the other, as SB3 does.
-        order: Array = np.random.permutation(self.buffer_size * self.n_envs)
+        return self.rows_of(np.random.permutation(self.buffer_size * self.n_envs))
+
+    def rows_of(self, order: Array) -> Array:
+        """
+        Where samples lie that are counted through the steps of one environment after the other, as SB3 counts them.
+
+        :param order: numbers of samples, any shape
+        :return: rows of the arrays' first two dimensions flattened, same shape
+        """
         if self.n_envs == 1:
             return order
         rows: Array = order % self.buffer_size * self.n_envs + order // self.buffer_size

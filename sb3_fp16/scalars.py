@@ -29,7 +29,19 @@ def normalize_advantages(advantages: Tensor) -> Tensor:
     """
     if len(advantages) < 2:
         return advantages
-    return (advantages - advantages.mean()) / (advantages.std() + _ADVANTAGE_EPSILON)
+    return standardize(advantages, advantages.mean(), advantages.std())
+
+
+def standardize(advantages: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """
+    Â = (A − mean) / (std + ε_A), for statistics that are known.
+
+    :param advantages: shape (batch,)
+    :param mean: scalar
+    :param std: unbiased standard deviation, scalar
+    :return: shape (batch,)
+    """
+    return (advantages - mean) / (std + _ADVANTAGE_EPSILON)
 
 
 def mean_squared_error(predictions: Tensor, targets: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """How one update runs: engines that share one contract, and the choice between them."""
 
+from sb3_fp16 import distributed
 from sb3_fp16.engines.contract import Engine, UpdateSettings, UpdateStats
 from sb3_fp16.engines.eager import EagerEngine
 from sb3_fp16.engines.graph import GraphEngine, why_no_graph
@@ -16,7 +17,13 @@ def select_engine(policy: HalfPrecisionPolicy, batch_size: int) -> Engine:
 
     :param policy: to be trained
     :param batch_size: minibatch size, which the gradient scale depends on
+    :raises ValueError: for a policy that several ranks cannot train
     """
+    group = distributed.current()
+    if group is not None:
+        from sb3_fp16.engines.parallel import ParallelEngine  # which no process that is alone needs
+
+        return ParallelEngine(policy, batch_size, group)
     on_host = policy.device.type == "cpu"
     reason = why_not_native(policy) if on_host else why_no_graph(policy)
     if reason is not None:

@@ -1,6 +1,7 @@
 """The reference engine: any policy, any device, in torch."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import torch as th
@@ -33,7 +34,7 @@ GRAD_SCALER_INITIAL = 2.0**16
 """Where torch's ``GradScaler`` starts; it halves, and doubles after 2000 good steps, as ours does."""
 
 
-class _Losses(NamedTuple):
+class Losses(NamedTuple):
     """
     One minibatch before its backward pass.
 
@@ -99,16 +100,18 @@ class EagerEngine:
         stopped_at_kl = None
         while epoch < settings.n_epochs and stopped_at_kl is None:
             epoch, epoch_start = epoch + 1, len(logs)
-            for batch in rollout.get(settings.batch_size):
+            for batch in self._minibatches(rollout, settings):
                 losses = self._losses(batch, settings)
                 logs.append(th.stack([x.float() for x in (*losses[1:], losses.per_network.sum())]).detach())
-                if settings.target_kl is not None and losses.approx_kl > 1.5 * settings.target_kl:
-                    stopped_at_kl = float(losses.approx_kl)
-                    break
+                if settings.target_kl is not None:
+                    kl = self._summed(losses.approx_kl)
+                    if kl > 1.5 * settings.target_kl:
+                        stopped_at_kl = float(kl)
+                        break
                 norms.append(self._step(losses.per_network, settings.max_grad_norm))
         self.gradient_scale.raise_if_unrecoverable()
 
-        log = th.stack(logs).cpu()
+        log = self._summed(th.stack(logs)).cpu()
         policy, value, entropy, clipped = log[:, :4].mean(dim=0).tolist()
         nonzero, stuck, saturated = self._optimizer_statistics()
         return UpdateStats(
@@ -127,7 +130,17 @@ class EagerEngine:
             stopped_at_kl=stopped_at_kl,
         )
 
-    def _losses(self, batch: Minibatch | RolloutBufferSamples, settings: UpdateSettings) -> _Losses:
+    def _minibatches(
+        self, rollout: RolloutBuffer, settings: UpdateSettings
+    ) -> Iterator[Minibatch | RolloutBufferSamples]:
+        """One epoch."""
+        return rollout.get(settings.batch_size)
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """Over all processes that train together; with this engine one trains alone."""
+        return values
+
+    def _losses(self, batch: Minibatch | RolloutBufferSamples, settings: UpdateSettings) -> Losses:
         """Forward pass: module A's statistics, module B's log-ratio, PPO's objective, all in FP32."""
         d, values, entropy = self.evaluate(batch)
         advantages, returns, old_values = batch.advantages, batch.returns, batch.old_values
@@ -136,7 +149,7 @@ class EagerEngine:
         else:  # every operation that follows is rounded to storage
             values, entropy = values.to(returns.dtype), entropy.to(returns.dtype)
         if settings.normalize_advantage:
-            advantages = normalize_advantages(advantages)
+            advantages = self._normalize(advantages)
         if settings.clip_range_vf is not None:
             values = old_values + (values - old_values).clamp(-settings.clip_range_vf, settings.clip_range_vf)
 
@@ -150,7 +163,10 @@ class EagerEngine:
             per_network = per_network.sum(dim=0, keepdim=True)
         with th.no_grad():
             d = d.float()
-            return _Losses(per_network, policy, value, entropy, clip_fraction(d, settings.clip_range), approx_kl(d))
+            return Losses(per_network, policy, value, entropy, clip_fraction(d, settings.clip_range), approx_kl(d))
+
+    def _normalize(self, advantages: Tensor) -> Tensor:
+        return normalize_advantages(advantages)
 
     def evaluate(self, batch: Minibatch | RolloutBufferSamples) -> tuple[Tensor, Tensor, Tensor]:
         """Log-ratio d, values and entropy, FP32, shape (batch,) each."""
@@ -178,7 +194,7 @@ class EagerEngine:
         """
         optimizer, scales = self.optimizer, self.gradient_scale.scales
         optimizer.zero_grad()
-        (losses * scales).sum().backward()  # type: ignore[no-untyped-call]
+        self._backward((losses * scales).sum())
         gradients = [[p.grad for p in network if p.grad is not None] for network in self.networks.values()]
         if not self.policy.precision.global_scalars:
             return self._naive_step([g for network in gradients for g in network], max_grad_norm)
@@ -192,6 +208,10 @@ class EagerEngine:
                 th._foreach_mul_(network, coefficient)
             self._step_other_optimizer(optimizer)
         return norm.where(~skip, math.nan)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Leave the gradients of a minibatch in the parameters."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def _naive_step(self, gradients: list[Tensor], max_grad_norm: float) -> Tensor:
         """Clip and step without module A: nothing is skipped."""
