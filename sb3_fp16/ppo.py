@@ -3,7 +3,8 @@
 import inspect
 import pickle
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch as th
@@ -11,13 +12,14 @@ from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 
-from sb3_fp16 import saving
+from sb3_fp16 import distributed, saving
 from sb3_fp16.buffers import Acted, Array, RolloutBufferFP16
 from sb3_fp16.engines import Engine, UpdateSettings, UpdateStats, select_engine
 from sb3_fp16.policies import ActorCriticPolicyFP16, HalfPrecisionPolicy, half_precision
@@ -25,7 +27,13 @@ from sb3_fp16.precision import Precision, PrecisionReport, ReportRow
 from sb3_fp16.scalars import explained_variance
 from sb3_fp16.sharp import SHARP, state_scale_for
 
+if TYPE_CHECKING:
+    from sb3_fp16.learners import Learner
+
 SelfPPOFP16 = TypeVar("SelfPPOFP16", bound="PPOFP16")
+
+_QUIET: dict[str, Any] = {"verbose": 0, "tensorboard_log": None}
+"""Arguments that ranks above 0 have in place of those given, so that one alone prints and logs."""
 
 
 class PPOFP16(PPO):
@@ -39,6 +47,7 @@ class PPOFP16(PPO):
     """
 
     policy: HalfPrecisionPolicy
+    _learner: "Learner | None"  # what this rank is to the others; None in a process that trains alone
 
     def __init__(
         self,
@@ -49,6 +58,11 @@ class PPOFP16(PPO):
         **kwargs: Any,
     ) -> None:
         self.precision_settings = Precision.of(precision).to_dict()  # plain, for files read without sb3_fp16
+        if distributed.rank() > 0:
+            given = inspect.signature(PPO.__init__).bind(self, policy, env, *args, **kwargs)
+            given.arguments.update(_QUIET)
+            _, policy, env, *args = given.args  # type: ignore[assignment]
+            kwargs = given.kwargs
         super().__init__(policy, env, *args, **kwargs)
 
     @property
@@ -60,6 +74,7 @@ class PPOFP16(PPO):
         if "precision" in self.policy_kwargs or "precision" in self.rollout_buffer_kwargs:
             raise ValueError("Pass precision to PPOFP16 itself; policy and rollout buffer follow it.")
         self.sb3_fp16_format = saving.FORMAT
+        self._learner = None
         given = {name: getattr(self, name) for name in ("policy_class", "policy_kwargs", "rollout_buffer_kwargs")}
         # SB3 builds the half-precision forms, but what the user gave stays in place: a saved model names SB3's classes.
         self.policy_class = half_precision(self.policy_class)
@@ -126,9 +141,15 @@ class PPOFP16(PPO):
         :param callback: called as SB3 calls it, with SB3's local variables
         :param rollout_buffer: to fill
         :param n_rollout_steps: of each environment
-        :return: false if the callback has ended training
+        :return: false if the callback has ended training, of any rank where several train
         :raises ValueError: for observations, actions and rewards that are not finite
         """
+        goes_on = self._collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+        return goes_on if self._learner is None else self._learner.after_rollout(goes_on)
+
+    def _collect_rollouts(
+        self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
+    ) -> bool:
         actor = self._original_policy.actor = self.engine.actor
         if actor is None or self.use_sde or self.policy is not self._original_policy:
             return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
@@ -206,9 +227,13 @@ class PPOFP16(PPO):
             print(f"Early stopping at step {stats.epochs - 1} due to reaching max kl: {stats.stopped_at_kl:.2f}")
         self._log_update(stats, settings)
 
-    def update_settings(self) -> UpdateSettings:
-        """Hyperparameters of an update now, schedules resolved."""
-        progress = self._current_progress_remaining
+    def update_settings(self, progress: float | None = None) -> UpdateSettings:
+        """
+        Hyperparameters of an update, schedules resolved.
+
+        :param progress: what remains of training, from 1 to 0; by default now
+        """
+        progress = self._current_progress_remaining if progress is None else progress
         return UpdateSettings(
             learning_rate=self.lr_schedule(progress),
             batch_size=self.batch_size,
@@ -231,7 +256,12 @@ class PPOFP16(PPO):
         record("train/clip_fraction", stats.clip_fraction)
         record("train/loss", stats.loss)
         values, returns = (th.from_numpy(x.astype(np.float32)) for x in (buffer.values, buffer.returns))
-        record("train/explained_variance", explained_variance(values, returns))
+        stored = sum(buffer.saturated.values()) if isinstance(buffer, RolloutBufferFP16) else 0
+        if self._learner is None:
+            explained = explained_variance(values, returns)
+        else:
+            explained, stored = self._learner.of_all(values, returns, stored)
+        record("train/explained_variance", explained)
         if hasattr(self.policy, "log_std"):
             record("train/std", self.policy.log_std.float().exp().mean().item())
         record("train/n_updates", self._n_updates, exclude="tensorboard")
@@ -242,8 +272,7 @@ class PPOFP16(PPO):
         record("train/loss_scale", stats.loss_scale)
         record("train/skipped_steps", stats.skipped_steps)
         record("train/stuck_fraction", stats.stuck_fraction)
-        stored = buffer.saturated.values() if isinstance(buffer, RolloutBufferFP16) else ()
-        record("train/saturated", stats.saturated + sum(stored))
+        record("train/saturated", stats.saturated + stored)
 
     def learn(
         self: SelfPPOFP16,
@@ -256,6 +285,30 @@ class PPOFP16(PPO):
     ) -> SelfPPOFP16:
         """Train; arguments and result are SB3's."""
         return super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
+
+    def _setup_learn(
+        self,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        reset_num_timesteps: bool = True,
+        tb_log_name: str = "run",
+        progress_bar: bool = False,
+    ) -> tuple[int, BaseCallback]:
+        group, self._learner = distributed.current(), None
+        if group is not None:
+            from sb3_fp16.learners import Learner  # which no process that is alone needs
+
+            self._learner = Learner(self, group)
+            self._learner.start(total_timesteps=total_timesteps, reset_num_timesteps=reset_num_timesteps)
+            if group.rank > 0:
+                vars(self).update(_QUIET)  # a model made before the ranks met has its own
+                self.set_logger(Logger(None, []))
+        return super()._setup_learn(total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar)
+
+    def _init_callback(self, callback: MaybeCallback, progress_bar: bool = False) -> BaseCallback:
+        if self._learner is not None:
+            callback, progress_bar = self._learner.with_users(callback, progress_bar), False
+        return super()._init_callback(callback, progress_bar)
 
     def precision_report(self) -> PrecisionReport:
         """
@@ -346,12 +399,15 @@ class PPOFP16(PPO):
         Save to a file that SB3's ``PPO.load`` reads too, also where sb3_fp16 is not installed.
 
         An existing file is replaced once the new one is complete. A warning tells if the model refers to classes of
-        sb3_fp16, so that loading needs it.
+        sb3_fp16, so that loading needs it. Where several ranks train, rank 0 writes files; others do nothing, but for
+        file objects.
 
         :param path: as SB3 takes it
         :param exclude: names of attributes to leave out
         :param include: names of attributes to save that otherwise are not
         """
+        if distributed.rank() > 0 and isinstance(path, (str, Path)):
+            return
         exclude, include = set(exclude or ()), set(include or ())
         referring = {"policy_class", "policy_kwargs", "rollout_buffer_class", "rollout_buffer_kwargs"}
         saving.warn_if_only_for_us({name: vars(self).get(name) for name in sorted(referring - exclude | include)})
@@ -381,13 +437,16 @@ class PPOFP16(PPO):
         saving.check_file(path)
         if precision is not None:
             kwargs["precision_settings"] = Precision.of(precision).to_dict()
+        if distributed.rank() > 0:
+            custom_objects = {**(custom_objects or {}), **_QUIET}
+            kwargs.update(_QUIET)
         try:
             return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         except pickle.UnpicklingError as error:
             raise ValueError(f"{path} is damaged: an entry in it holds no weights.") from error
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "_engine"]
+        return [*super()._excluded_save_params(), "_engine", "_learner"]
 
 
 def _signature() -> inspect.Signature:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "sb3_fp16"
 
 # Each room may import from the rows above it, and `engines` inside itself.
 ROWS = (
-    {"rounding", "kernels"},
+    {"rounding", "kernels", "distributed"},
     {"precision"},
     {"scalars", "residuals", "sharp"},
     {"buffers", "layers", "distributions"},
@@ -25,8 +25,10 @@ ROWS = (
         "engines.native_actor",
         "engines.native",
         "engines.graph",
+        "engines.parallel",
     },
-    {"saving"},
+    {"saving", "normalization"},
+    {"learners"},
     {"ppo"},
     {"__init__"},
     {"audit.statistics", "audit.twin"},

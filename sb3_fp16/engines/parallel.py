@@ -191,7 +191,7 @@ class ParallelEngine(EagerEngine):
         present = [p.grad is not None for p in parameters]
         parts = [(th.zeros_like(p) if p.grad is None else p.grad).reshape(-1).float() for p in parameters]
         flat = self.group.sum(th.cat([*parts, th.tensor(present, dtype=th.float32, device=parts[0].device)]))
-        *sums, users = flat.split([*(p.numel() for p in parameters), len(parameters)])
+        *sums, users = th.split(flat, [*(p.numel() for p in parameters), len(parameters)])
         unused = [False] * len(parameters) if all(present) else (users == 0).tolist()
         for p, gradient, is_unused in zip(parameters, sums, unused, strict=True):
             p.grad = None if is_unused else self._rounded(gradient, p).view(p.shape)
