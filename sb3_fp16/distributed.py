@@ -108,7 +108,8 @@ class Group:
         try:
             yield
         except RuntimeError as problem:
-            atexit.unregister(_leave)  # which could wait for those who are gone
+            if "nccl" in dist.get_backend_config():
+                atexit.unregister(_leave)  # which could wait for those who are gone
             raise LostRankError(self._explanation(problem)) from None
 
     def _explanation(self, problem: RuntimeError) -> str:
@@ -126,7 +127,8 @@ class Group:
                 "It has ended on another machine, or hangs, or is busy for longer than the timeout given to "
                 "sb3_fp16.distributed.init."
             )
-        return f"Rank {self.rank} of {self.size} stops, it waits for another in vain: {found}. {advice} ({problem})"
+        cause = str(problem).partition(". ")[0]  # gloo goes on with jokes
+        return f"Rank {self.rank} of {self.size} stops, it waits for another in vain: {found}. {advice} ({cause})"
 
 
 _group: tuple[Any, Group] | None = None  # and the process group that it stands for
@@ -170,6 +172,7 @@ def init(device: str = "auto", timeout: float = TIMEOUT) -> int:
     :param timeout: seconds that a rank waits for the others before it gives up
     :return: the rank; 0 in a process that is alone
     :raises ValueError: for an incomplete environment, or a device that is not there, naming it
+    :raises LostRankError: if the others do not come in time
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r}; expected 'auto', 'cpu' or 'cuda'.")
@@ -183,7 +186,11 @@ def init(device: str = "auto", timeout: float = TIMEOUT) -> int:
     if not dist.is_available():
         raise ValueError("WORLD_SIZE is above 1, but this torch was built without torch.distributed.")
     backend = "cpu:gloo,cuda:nccl" if _take_cuda_device(device) else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except RuntimeError as problem:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise LostRankError(f"Rank {os.environ['RANK']} met no others at {address}. ({problem})") from None
     atexit.register(_leave)
     return rank()
 
@@ -204,5 +211,8 @@ def _take_cuda_device(device: str) -> bool:
 
 
 def _leave() -> None:
+    """End the backends' threads while Python is there: they drop tensors, and would abort a process that has none."""
+    global _group
+    _group = None
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -42,6 +42,8 @@ class AuditCallback(BaseCallback):
     """
 
     model: PPO
+    only_on_rank_zero = True
+    """Where several ranks train a model, one audit says it all."""
 
     def __init__(
         self,
