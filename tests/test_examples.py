@@ -25,6 +25,7 @@ def run(name, *arguments, monkeypatch):
     [
         ("vec_normalize.py", 2048, r"return -?\d+\.\d ± \d+\.\d over 10 episodes"),
         ("images_and_vectors.py", 512, r"mean return of the last \d+ episodes: \d+\.\d of at most 50"),
+        ("train_parallel.py", 2048, r"return -\d+\.\d ± \d+\.\d after 2048 steps"),
         ("custom_network.py", 2048, r"(?s)eager engine.*FP32"),
         ("sharp_alone.py", 20, r"(?s)Adam.*SHARP +torch.bfloat16"),
     ],

@@ -418,6 +418,14 @@ def test_torchrun_ends_all_ranks_of_which_one_is_killed(tmp_path):
     assert re.search(r"Root Cause(?s:.*)rank +: 1 (?s:.*)SIGKILL", done.stderr)
 
 
+def test_the_example_trains_with_torchrun(tmp_path):
+    command = [*TORCHRUN, "--master-port", str(free_port()), "examples/train_parallel.py", "--steps", "4096"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"return -\d+\.\d ± \d+\.\d after 4096 steps, one of 2 ranks", done.stdout.strip())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(th.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_ranks_on_two_devices_have_the_same_bits(tmp_path):
