@@ -29,6 +29,7 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python -m docs.lines
 
 # Warnings are errors: a link that leads nowhere, a class that is gone.
 docs: $(READY)

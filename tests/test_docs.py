@@ -14,7 +14,7 @@ import pytest
 import sb3_fp16
 from benchmarks import tables
 from benchmarks.runner import read_csv
-from docs import figures
+from docs import figures, lines
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -139,20 +139,27 @@ def test_readme_figures_of_the_stress_test():
     assert {(row["norms"], row["naive_finite"], row["ours_finite"]) for row in rows} == {("24", "0", "24")}
 
 
-def test_paper_map_names_code_and_tests_that_exist():
-    text = (DOCS / "paper_map.md").read_text()
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    package = "".join(path.read_text() for path in (ROOT / "sb3_fp16").rglob("*.py"))
-    names = re.findall(r"`([^`]+)`", text)
-    assert len(names) > 30
-    for name in names:
-        if name.endswith(".py"):
-            assert (ROOT / name).exists(), name
-        elif name.startswith("test_"):
-            assert f"def {name}(" in tests, name
-        else:
-            last = name.split(".")[-1]
-            assert re.search(rf"(def|class) {last}\b|\"{last}\"", package), name
+def test_paper_map_leads_to_lines_and_tests():
+    text = lines.PAGE.read_text()
+    assert lines.located(text) == text, "make format puts the lines right"
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", text, flags=re.M)
+    rows = [row for row in rows if row[0] not in ("paper", "statement")]
+    assert len(rows) > 35
+    for statement, where, checked in rows:
+        assert len(lines.REFERENCE.findall(where)) == len(re.findall("`[^`]+`", where)) / 2 > 0, statement
+        names = re.findall(r"`(\w+)`", checked)
+        assert names, statement
+        assert all(f"def {name}(" in tests for name in names), statement
+    assert len(lines.REFERENCE.findall(text)) >= len(rows) + 6
+    assert all(f"def {name}(" in tests for name in re.findall(r"`(test_\w+)`", text))
+
+
+def test_a_line_that_is_gone_or_not_the_only_one_is_named():
+    for code, found in (("no such line", 0), ("import", 2)):
+        with pytest.raises(ValueError, match=rf"docs/lines.py has {found} lines with '{code}'"):
+            lines.located(f"`docs/lines.py:1` `{code}`")
+    assert lines.located("`docs/lines.py:1` `def located(`") != "`docs/lines.py:1` `def located(`"
 
 
 def test_links_lead_somewhere():
