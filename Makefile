@@ -10,13 +10,17 @@ READY  := $(VENV)/.ready
 NATIVE_TESTS ?= tests/test_native.py tests/test_acting.py tests/test_kernels.py tests/cuda/test_optimizers.py \
 	-m "not slow and not gpu"
 
-.PHONY: demo test sanitize check format docs package bench reproduce
+.PHONY: demo test coverage sanitize check format docs package bench reproduce
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
+
+# Fails below what pyproject.toml demands; takes longer than the tests alone.
+coverage: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" --cov --cov-report term:skip-covered
 
 sanitize: $(READY)
 	BIN=$(BIN) .ci/sanitize $(NATIVE_TESTS)
